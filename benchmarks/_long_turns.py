@@ -63,6 +63,7 @@ def written(
             kept.append(logits[:, -1].clone())
             token = sampled(logits, temperature, generator)
             made.append(token)
+        attachment.check_in_force(method.name)
         del cache
     given = torch.cat([prompts[:, -1:], *made[:-1]], dim=1)
     following = torch.cat(made, dim=1)

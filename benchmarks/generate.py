@@ -235,6 +235,8 @@ def answer(model: Any, method: str, ids: Tensor, trained: Any, tokens: int, draw
     began = time.perf_counter()
     left = ids[:, -1:] if drawn else read(attachment, ids, cache)
     attachment.generate(left, max_new_tokens=tokens, streamer=clock, cache=cache, eos_token_id=[])
+    if method not in ("dense", "default"):
+        attachment.check_in_force(method)
     return clock.times[0] - began, clock, attachment.report(), attachment, cache
 
 

@@ -98,12 +98,13 @@ def by_attach(options: argparse.Namespace) -> Answer:
 
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).to(device).eval()
-    sparsekv.attach(model, artifacts=str(options.artifacts), **settings_of(options)).__enter__()
+    attachment = sparsekv.attach(model, artifacts=str(options.artifacts), **settings_of(options)).__enter__()
 
     def answer(prompt: list[int], limit: int) -> tuple[list[int], list[float]]:
         ids, clock = torch.tensor([prompt], device=device), Clock()
         out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=limit, do_sample=False,
                              eos_token_id=options.end, pad_token_id=options.end, streamer=clock)
+        attachment.check_in_force("the method")
         return out[0, len(prompt):].tolist(), clock.times[1:]  # the first call shows the prompt
 
     return answer

@@ -51,7 +51,9 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
     """A safetensors file of CPU tensors, whole or not at all. Raises SparseKVError where it cannot be written."""
     with placed(path) as temporary:
         try:
+            mode = temporary.stat().st_mode  # 0666 less the umask; safetensors makes files of its own for their owner
             save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, str(temporary), metadata)
+            temporary.chmod(mode & 0o777)
         except SafetensorError as error:
             raise disk_error(error, path) from error
 

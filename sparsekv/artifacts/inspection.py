@@ -16,6 +16,10 @@ class InspectConfig:
                        argument=True, metavar="PATH")
     verify: bool = option(False, help="Also read every shard of a store and compare its checksum.")
     heads: bool = option(False, help="Also print the quality of every head of an artifact.")
+    model: str | None = option(None, help="Also compare all bits of this model's weights with those it was made for: "
+                                          "Hugging Face name, folder, .gguf file, or package:NAME.")
+    dtype: str = option("auto", help="Arithmetic of that model: auto, float32, bfloat16 or float16.")
+    device: str = option("auto", help="Where it is read: auto, cpu, cuda, or balanced.")
 
 
 def inspect_path(config: InspectConfig) -> None:
@@ -43,6 +47,7 @@ def inspect_path(config: InspectConfig) -> None:
         _describe_model(store.model)
         say(f"corpus {store.config['corpus']} ({store.config['split']}), seed {store.config['seed']}, "
               f"{store.config.get('storage_dtype', 'bfloat16')}")
+        _compare(store.model, config, f"the store {str(store.path)!r}")
         for layer, reason in store.manifest.get("skipped_layers", {}).items():
             say(f"layer {layer} was skipped: {reason}")
         if config.verify:
@@ -58,6 +63,7 @@ def inspect_path(config: InspectConfig) -> None:
     artifact = kinds[kind].load(path)
     say(artifact.summary())
     _describe_model(artifact.config.model)
+    _compare(artifact.config.model, config, f"the artifact {str(path)!r}")
     origin = artifact.config.provenance
     try:
         say(f"trained on {origin['corpus']} ({origin['split']}), {len(origin['train_documents'])} windows of "
@@ -81,6 +87,18 @@ def say(text: str) -> None:
 def _describe_model(model: dict[str, Any]) -> None:
     say(f"model {model['architecture']}, {model['num_layers']} layers, {model['num_query_heads']}/"
           f"{model['num_kv_heads']} heads of {model['head_dim']}, weights {model['weights'][:12]}")
+
+
+def _compare(model: dict[str, Any], config: InspectConfig, what: str) -> None:
+    """Say what of the weights a model is known by, and compare all of them where a model is named."""
+    from sparsekv.artifacts.fingerprint import BITS, SAMPLES_PER_TENSOR, check_all_bits
+    from sparsekv.artifacts.hub.models import load_model
+
+    say(f"its model is known by {SAMPLES_PER_TENSOR} values of every weight" + (
+        f", and by all bits in {model.get('dtype')} ({model[BITS][:12]})" if isinstance(model.get(BITS), str) else ""))
+    if config.model is not None:
+        check_all_bits(model, load_model(config.model, dtype=config.dtype, device=config.device)[0], what)
+        say(f"all bits of {config.model} are those that it was made for")
 
 
 def _print_heads(config: Any) -> None:

@@ -38,6 +38,9 @@ class CaptureConfig:
     pack: bool = option(
         True, group=TEXT, help="Join short documents into windows; otherwise pass over those too short.")
     chat_template: bool = option(False, group=TEXT, help="Wrap every document in the model's chat template.")
+    special_tokens: bool = option(
+        False, group=TEXT, help="Read the text of special tokens, such as <|im_end|>, as these tokens; without it it "
+                                "stays text.")
     generated_documents: int = option(
         0, group=TEXT, min=0, help="The first so many windows are text that the model writes itself, from random first "
                                    "tokens: for feature maps that serve texts unlike the corpus [windows].")

@@ -18,6 +18,7 @@ from typing import Any
 from sparsekv.artifacts.checks import brief
 from sparsekv.artifacts.hub.network import failed_request, in_time
 from sparsekv.artifacts.hub.shipped import shipped
+from sparsekv.artifacts.hub.spoken import around, as_text, chat_ids, names_special
 from sparsekv.util.errors import SparseKVError, check_choice, first_line
 from sparsekv.util.progress import still
 
@@ -60,10 +61,14 @@ class Document:
         """
         return (ids for _, ids, _ in tokenized([self], tokenizer, end, chat_template))
 
+    def speaks(self, tokenizer: Any) -> bool:
+        """Whether its text names a special token."""
+        return any(names_special(tokenizer, piece) for piece in self.pieces())
+
     def _read(self, file: Path) -> Iterator[str]:
         at, end = 0, self.last
         try:
-            with file.open(encoding="utf-8") as opened:
+            with file.open(encoding="utf-8-sig") as opened:
                 while (end is None or at < end) and (block := opened.read(PIECE)):
                     yield block[max(0, self.first - at):None if end is None else max(0, end - at)]
                     at += len(block)
@@ -109,12 +114,18 @@ def _cut(text: str, least: int, most: int) -> int:
 
 def tokenized(
     documents: Iterable[Document], tokenizer: Any, end: str = "", chat_template: bool = False,
+    special_tokens: bool = False,
 ) -> Iterator[tuple[Document, list[int], bool]]:
     """Documents' token ids, piece by piece, and whether a piece is its document's last; as `Document.tokens`, but that
-    several documents' pieces are tokenized in one call. Raises SparseKVError."""
+    several documents' pieces are tokenized in one call. special_tokens: the text of special tokens, such as
+    `<|im_end|>`, becomes these tokens, and stays text without it. Raises SparseKVError."""
+    spoken = {} if chat_template else as_text(tokenizer, special_tokens)
     batch: list[tuple[Document, str, bool]] = []
     size = 0
     for document in documents:
+        if chat_template and not special_tokens and document.speaks(tokenizer):
+            yield document, _spoken_message(document, tokenizer, end), True
+            continue
         pieces = _message(document, tokenizer) if chat_template else document.pieces()
         text: str | None = next(pieces)
         while text is not None:
@@ -124,32 +135,47 @@ def tokenized(
             batch.append((document, text, following is None))
             size += len(text)
             if size >= AT_ONCE:
-                yield from _encoded(batch, tokenizer)
+                yield from _encoded(batch, tokenizer, spoken)
                 batch, size = [], 0
             text = following
-    yield from _encoded(batch, tokenizer)
+    yield from _encoded(batch, tokenizer, spoken)
+
+
+def _spoken_message(document: Document, tokenizer: Any, end: str) -> list[int]:
+    """Token ids of the document as a user's message, in which special tokens are the template's alone."""
+    parts = around(lambda text: _as_chat(text, tokenizer), _whole(document))
+    if parts is None:
+        raise SparseKVError(f"the document {document.source!r} has the text of special tokens, and the chat template "
+                            "changes its text; leave it out, or give --special-tokens")
+    return chat_ids(tokenizer, (parts[0], parts[1], parts[2].rstrip() + end if end else parts[2]))
 
 
 def _message(document: Document, tokenizer: Any) -> Iterator[str]:
     """The document as a user's message."""
+    yield _as_chat(_whole(document), tokenizer)
+
+
+def _whole(document: Document) -> str:
     text = ""
     for piece in document.pieces():
         text += piece
         if len(text) > MOST_MESSAGE:
             raise SparseKVError(f"the document {document.source!r} has more than {MOST_MESSAGE:,} characters, too many "
                                 "for one message; cut it, or leave out --chat-template")
-    yield _as_chat(text, tokenizer)
+    return text
 
 
-def _encoded(batch: list[tuple[Document, str, bool]], tokenizer: Any) -> Iterator[tuple[Document, list[int], bool]]:
+def _encoded(
+    batch: list[tuple[Document, str, bool]], tokenizer: Any, spoken: dict[str, Any],
+) -> Iterator[tuple[Document, list[int], bool]]:
     if not batch:
         return
     try:
-        found = tokenizer([text for _, text, _ in batch], add_special_tokens=False)["input_ids"]
+        found = tokenizer([text for _, text, _ in batch], add_special_tokens=False, **spoken)["input_ids"]
     except (TypeError, ValueError, OverflowError) as error:
         if len(batch) > 1:
             for one in batch:
-                yield from _encoded([one], tokenizer)
+                yield from _encoded([one], tokenizer, spoken)
             return
         raise SparseKVError(f"the model's tokenizer refuses the document {batch[0][0].source!r} ({first_line(error)})"
                             "; leave it out of the corpus") from error
@@ -226,6 +252,7 @@ def _no_text(corpus: str) -> SparseKVError:
 def make_windows(
     documents: Iterator[Document], tokenizer: Any, *, length: int, count: int, seed: int = 0, pack: bool = True,
     chat_template: bool = False, remedy: str = "shorter or fewer windows", least: int | None = None,
+    special_tokens: bool = False,
 ) -> list[TokenWindow]:
     """Cut documents into `count` windows of exactly `length` tokens. The same seed gives the same windows anywhere.
 
@@ -233,6 +260,7 @@ def make_windows(
     a window is passed over. Every window starts with what the tokenizer puts before a text, once. Documents come in an
     order shuffled by `seed` (after the first 10,000, or 2²⁸ characters, in their own). remedy: what else than more
     text helps the caller's user, for the message. least: so many windows are enough where the corpus holds no more.
+    special_tokens: as `tokenized`.
     Raises SparseKVError where it has too little text.
     """
     prefix = list(tokenizer("")["input_ids"])
@@ -246,7 +274,8 @@ def make_windows(
     with still("cutting the corpus into windows") as note:
         found, begins = 0, True
         shuffled = _shuffled(documents, seed)
-        for document, ids, ends in tokenized(shuffled, tokenizer, "\n\n" if pack else "", chat_template):
+        for document, ids, ends in tokenized(shuffled, tokenizer, "\n\n" if pack else "", chat_template,
+                                              special_tokens):
             if begins:
                 found = 0
                 if not pack:
@@ -339,6 +368,11 @@ def _below(folder: Path) -> Iterator[Path]:
 
 def _regular(files: list[Path], corpus: str) -> list[Path]:
     """Those that are files, or links to files: pipes and devices may never end. Raises SparseKVError where none is."""
+    doubles = {f for f in files if f.name.startswith("._")}
+    if doubles and len(doubles) < len(files):
+        print(f"{len(doubles)} of {len(files)} in {corpus!r} are passed over: their names begin with ._, as those of "
+              "AppleDouble files, which hold no text", file=sys.stderr)
+        files = [f for f in files if f not in doubles]
     kept = [f for f in files if f.is_file()]
     if files and not kept:
         raise SparseKVError(f"{corpus!r} is no regular file but a pipe, a device or a dead link; give a file")
@@ -360,7 +394,7 @@ def _read_file(path: Path, column: str | None) -> Iterator[Document]:
         elif size > HELD_BYTES:
             yield Document(path.name, file=path)
         else:
-            yield Document(path.name, path.read_text(encoding="utf-8"))
+            yield Document(path.name, path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
         raise _unreadable(path, error) from error
 
@@ -370,7 +404,7 @@ def _unreadable(path: Path, error: Exception) -> SparseKVError:
 
 
 def _read_lines(path: Path, column: str | None) -> Iterator[Document]:
-    with path.open(encoding="utf-8") as lines:
+    with path.open(encoding="utf-8-sig") as lines:
         for number in itertools.count():
             line = lines.readline(MOST_LINE + 1)
             if not line:
@@ -379,7 +413,12 @@ def _read_lines(path: Path, column: str | None) -> Iterator[Document]:
                 raise SparseKVError(f"line {number + 1} of {str(path)!r} has more than {MOST_LINE:,} characters; give "
                                     "every document a line of its own, or a .txt file")
             if line.strip():
-                yield Document(f"{path.name}:{number}", _text(json.loads(line), column, str(path)))
+                try:
+                    record = json.loads(line)
+                except ValueError as error:
+                    raise SparseKVError(f"could not read {str(path)!r} as .jsonl: its line {number + 1} is no JSON "
+                                        f"({brief(line.strip())}); give one object a line") from error
+                yield Document(f"{path.name}:{number}", _text(record, column, str(path)))
 
 
 def _read_parquet(path: Path, column: str | None) -> Iterator[Document]:

@@ -34,6 +34,8 @@ class _Layer:
     shard: ShardWriter
     table: int
     queries: list[Tensor] = field(default_factory=list)
+    unsound: list[Tensor] = field(default_factory=list)
+    """Of every chunk the heads with NaN or infinities, `[Hq + 2 Hkv]` bool: queries, keys, values."""
     jobs: list[Future[Any]] = field(default_factory=list)
 
 
@@ -83,6 +85,7 @@ class DocumentCapture:
         layer.queries.append(queries)
         queries_pre = rotate(queries, cos[chosen], sin[chosen], rope.layout).to(DTYPE).contiguous()
         fresh, values = (x[0, :, first:] for x in (call.key, call.value))
+        layer.unsound.append(torch.cat([~x.isfinite().flatten(1).all(1) for x in (queries, fresh, values)]))
         piece = max(1, PIECE_BYTES // (2 * fresh.shape[0] * fresh.shape[2] * DTYPE.itemsize))
         for at in range(0, last - first, piece):
             part = slice(at, at + piece)
@@ -149,6 +152,8 @@ class DocumentCapture:
         # all are of four bytes: one copy, and one piece of the file
         numbers = torch.stack([positions.to(torch.int32).expand(queries.shape[0], -1),
                                *(statistics[name].view(torch.int32) for name in STATISTICS)])
+        layer.jobs.append(self.transfer.send([torch.stack(layer.unsound).any(0)], partial(
+            _check_sound, call.layer, queries.shape[0])))
         jobs, shard = list(layer.jobs), layer.shard
 
         def close() -> dict[str, Any]:
@@ -202,3 +207,15 @@ def _write(shard: ShardWriter, at: tuple[int, int], host: list[Tensor]) -> None:
     """Keys and values from token `at[0]` on and, where there are any, queries from `at[1]` on."""
     for name, start, tensor in zip(("keys_pre", "values", "queries_pre"), (at[0], at[0], at[1]), host, strict=False):
         shard.write(name, tensor, start, axis=1)
+
+
+def _check_sound(layer: int, heads: int, host: list[Tensor]) -> None:
+    """Raises SparseKVError for the first head with values that are no numbers; host: as `_Layer.unsound`."""
+    found = host[0].nonzero().flatten().tolist()
+    if found:
+        head, of_queries = found[0], found[0] < heads
+        groups = (len(host[0]) - heads) // 2
+        kind = "query" if of_queries else "KV"
+        raise SparseKVError(f"layer {layer} of the model has NaN or infinite values in {kind} "
+                            f"head {head if of_queries else (head - heads) % groups}; its weights are damaged, or it "
+                            "overflows: load it in bfloat16 or float32, or fetch it anew")

@@ -13,6 +13,7 @@ import torch
 from sparsekv.artifacts.checks import digest
 from sparsekv.artifacts.fingerprint import model_fingerprint
 from sparsekv.artifacts.hub.models import decoder, load_config, load_model
+from sparsekv.artifacts.hub.rotary import depends_on_length, tables_of_length
 from sparsekv.capture.config import CaptureConfig, check_options, dataset_options
 from sparsekv.capture.corpus import TokenWindow, check_corpus, make_windows, read_documents
 from sparsekv.capture.document import DocumentCapture
@@ -22,7 +23,7 @@ from sparsekv.capture.store.manifest import FORMAT_VERSION, MANIFEST, sealed
 from sparsekv.capture.store.place import Place, place
 from sparsekv.capture.store.store import CaptureStore, document_name, finished_document
 from sparsekv.capture.synthetic import synthetic_windows
-from sparsekv.capture.tap import StopForward, depends_on_length, probe, tables_of_length, tap
+from sparsekv.capture.tap import StopForward, probe, tap
 from sparsekv.capture.transfer import Transfer, upload
 from sparsekv.core.rope import LayerRope
 from sparsekv.util.disk import free_space, only_writer
@@ -75,7 +76,7 @@ def _capture(
                             "or disk; use more GPUs with --device balanced, or a smaller --dtype")
     ropes, skipped = probe(model)
     ropes = choose_layers(config.layers, ropes, skipped)
-    fingerprint = model_fingerprint(model)
+    fingerprint = model_fingerprint(model, whole=True)
     windows = corpus_windows(config, tokenizer)
     if generator is not None and config.generated_documents:
         windows = ranks.first_does(lambda: generated_windows(
@@ -95,7 +96,7 @@ def corpus_windows(config: CaptureConfig, tokenizer: Any) -> list[TokenWindow]:
         read_documents(config.corpus, split=config.split, text_column=config.text_column,
                        dataset_options=dataset_options(config)),
         tokenizer, length=config.context_length, count=config.num_documents - config.made_documents,
-        seed=config.seed, pack=config.pack, chat_template=config.chat_template,
+        seed=config.seed, pack=config.pack, chat_template=config.chat_template, special_tokens=config.special_tokens,
         remedy="a smaller --context-length or --num-documents" + ("" if config.pack else ", or --pack"))
     made = synthetic_windows(tokenizer, windows, length=config.context_length, count=config.synthetic_documents,
                              seed=config.seed)

@@ -91,37 +91,6 @@ def tap(model: Any, listener: Callable[[AttentionCall], None]) -> Iterator[None]
         AttentionMaskInterface._global_mapping.pop(NAME, None)
 
 
-def depends_on_length(config: Any) -> bool:
-    """Whether the model's rotary tables change with the tokens seen so far: RoPE types dynamic and longrope.
-
-    config: of the model's decoder; where layers differ in kind (Gemma 3) it holds parameters for each."""
-    found = getattr(config, "rope_parameters", None) or {}
-    kinds = [found, *(part for part in found.values() if isinstance(part, dict))]
-    return any(part.get("rope_type") in ("dynamic", "longrope") for part in kinds)
-
-
-@contextmanager
-def tables_of_length(model: Any, length: int) -> Iterator[None]:
-    """Rotary tables as a prefill of `length` tokens in one piece has them, cut out by position: the first chunks of a
-    window would else be rotated by the angles of a shorter text. On exit the model is unchanged."""
-    def cut(original: Callable[..., Any]) -> Callable[..., Any]:
-        known: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
-
-        def forward(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-            kind = (*args, *kwargs.values())
-            if kind not in known:
-                known[kind] = original(x, torch.arange(length, device=position_ids.device)[None], *args, **kwargs)
-            cos, sin = known[kind]
-            return cos[:, position_ids[0]], sin[:, position_ids[0]]
-        return forward
-
-    with ExitStack() as stack:
-        for module in decoder(model).modules():
-            if type(module).__name__.endswith("RotaryEmbedding"):
-                stack.enter_context(patch.object(module, "forward", cut(module.forward)))
-        yield
-
-
 def probe(model: Any) -> tuple[dict[int, LayerRope], dict[int, str]]:
     """Look at every layer on eight tokens: how it rotates, and which layers cannot be captured and why.
 

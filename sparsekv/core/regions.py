@@ -153,8 +153,10 @@ def check_budget(budget: int | float | None) -> None:
 
 def tokens_of_budget(
     budget: int | float | None, regions: Regions, *, accounting: str = "retrieved", completion_tokens: float = 0.0,
+    clamped: bool = True,
 ) -> Tensor:
-    """Mid tokens to retrieve for each row, `[B]` int64, never more than there are (completion paper, appendix D).
+    """Mid tokens to retrieve for each row, `[B]` int64, never more than there are unless `clamped` is off (completion
+    paper, appendix D).
 
     `retrieved`: an int as it is, a share `⌈ρN⌉`, on top of the anchors. `worst_case` and `amortised`: the budget (int,
     or ρN) also pays for the anchors and for the completion's cache, `⌈ρN − |A| − cache⌉`, the cache spread over
@@ -172,4 +174,5 @@ def tokens_of_budget(
             raise SparseKVError(f"token_budget {budget} is infeasible here: with accounting {accounting!r} the anchors "
                                 f"and the completion's cache alone cost {short} tokens more; raise the budget or "
                                 "shrink sink_size and window_size")
-    return torch.minimum(torch.ceil(total - 1e-9).long(), regions.mid_sizes)
+    wanted = torch.ceil(total - 1e-9).long()
+    return torch.minimum(wanted, regions.mid_sizes) if clamped else wanted

@@ -46,7 +46,8 @@ def find_layout(attention: torch.nn.Module, cos: Tensor, sin: Tensor, head_dim: 
     if apply is None:
         return None
     cos, sin = cos.float(), sin.float()
-    x = torch.randn(1, 2, cos.shape[0], head_dim, generator=torch.Generator().manual_seed(0)).to(cos.device)
+    x = torch.randn(1, 2, cos.shape[0], head_dim, generator=torch.Generator("cpu").manual_seed(0), device="cpu",
+                    dtype=torch.float32).to(cos.device)
     try:
         truth = apply(x, x, cos[None], sin[None])[0]
     except (RuntimeError, TypeError, ValueError):

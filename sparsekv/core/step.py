@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sparsekv.core import stacked
 from sparsekv.core.estimators import Estimator
-from sparsekv.core.layer import CacheLayer, Queries, Selection
+from sparsekv.core.layer import CacheLayer, LayerView, Queries, Selection
 from sparsekv.core.regions import Regions, TailRule
 from sparsekv.core.selectors.base import Selector, Spends
 from sparsekv.core.streams import beside
@@ -89,6 +89,8 @@ class LayerState:
         """Who made it: another attachment makes its own."""
         self.view, self.selector, self.estimator = view, selector, estimator
         self.tails = TailRule(window_size, decode_window)
+        self._moves: list[tuple[int, Regions]] = [(0, view.regions)]
+        """The regions so far, and the length of the cache whose next step gave them; of the rows as they are."""
 
     def outgrown(self, past: int) -> bool:
         """Whether tail and decode window of a cache of `past` tokens have outgrown their room."""
@@ -115,6 +117,7 @@ class LayerState:
         view.regions = view.regions.moved(self.tails.moved_to(past))
         grow(view, old, self.selector, self.estimator)
         view.moved()
+        self._moves.append((past, view.regions))
 
     def step(self, queries: Queries) -> Step:
         return sparse_step(self.view, queries, self.selector, self.estimator)
@@ -131,12 +134,32 @@ class LayerState:
         return self
 
     def cropped(self, length: int) -> LayerState | None:
-        """The state of a cache cut to `length` tokens; None where the cut reaches the mid region, which is built
-        anew."""
+        """The state of a cache cut to `length` tokens, as if it had never been longer; None where it is built anew: the
+        cut reaches the mid region, or goes back before the rows were chosen or, of keys in CPU memory, before the
+        region's border."""
         if length < self.view.regions.edges[3]:
             return None
+        kept = [move for move in self._moves if move[0] <= length]
+        if len(kept) < len(self._moves):
+            if type(self.view) is not LayerView or not kept:
+                return None
+            self._back(kept)
         self.view.crop(length)
         return self
+
+    @torch.no_grad()
+    def _back(self, moves: list[tuple[int, Regions]]) -> None:
+        """The borders go back: what was built is built and grown again."""
+        view, self._moves = self.view, moves
+        whole = view.keys, view.values
+        for number, (_, regions) in enumerate(moves):
+            old, view.regions = view.regions.grown(regions.length), regions
+            view.keys, view.values = (x[:, :, :regions.length] for x in whole)
+            if number:
+                grow(view, old, self.selector, self.estimator)
+            else:
+                build(view, self.selector, self.estimator)
+        view.keys, view.values = whole
 
     def take_rows(self, index: Tensor) -> None:
         """Keep the chosen rows of the batch, in that order."""
@@ -145,9 +168,11 @@ class LayerState:
         self.selector.take_rows(index)
         if self.estimator is not None:
             self.estimator.take_rows(index)
+        self._moves = [(self._moves[-1][0] + 1, self.view.regions)]
 
     def fork(self) -> Self:
         other = copy.copy(self)
+        other._moves = list(self._moves)
         other.view = self.view.fork()
         other.selector = self.selector.fork()
         other.estimator = None if self.estimator is None else self.estimator.fork()

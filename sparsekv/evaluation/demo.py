@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from sparsekv.util.config import MOST_STEPS, SEEDS, check_ranges, option
 from sparsekv.util.disk import TEMPORARIES, check_place, only_writer, write_text
+from sparsekv.util.errors import as_markdown
 from sparsekv.util.output import OutputKind, read_marker
 from sparsekv.util.progress import progress
 from sparsekv.util.records import write_json
@@ -118,7 +119,7 @@ def _run(config: DemoConfig, out: Path) -> DemoResult:
     rows = with_origin(score_rows(cells, seed=config.seed))
     shown = demo_table(rows, train)
     table = shown.text()
-    write_text(out / "table.md", table + "\n")
+    write_text(out / "table.md", as_markdown(table + "\n"))
     for path in (out / "results.json", config.save_results):
         if path is not None:
             write_text(Path(path), as_text(rows))

@@ -11,7 +11,7 @@ from sparsekv.evaluation.measure import BUDGETS, add_task, measure
 from sparsekv.evaluation.run import numbers
 from sparsekv.util.config import check_ranges, option
 from sparsekv.util.disk import TEMPORARIES, write_text
-from sparsekv.util.errors import SparseKVError
+from sparsekv.util.errors import SparseKVError, as_markdown
 from sparsekv.util.output import OutputKind, read_marker
 from sparsekv.util.progress import progress
 
@@ -78,7 +78,7 @@ def run_diagnostics(config: DiagnosticsConfig) -> DiagnosticsResult:
     made.save(output / FILE)
     (tables, details), figures = diagnostic_tables(made), diagnostic_figures(made)
     text, more = ("\n\n".join(f"{t.title}\n\n{markdown(t.header, t.rows)}" for t in part) for part in (tables, details))
-    write_text(output / "table.md", f"{text}\n\n{more}\n")
+    write_text(output / "table.md", as_markdown(f"{text}\n\n{more}\n"))
     intro = (f"{made.model['architecture']}, {len(made.layers)} layers; {store.num_documents} windows of "
              f"{made.context_length} tokens of {next(iter(made.tasks))}, {config.requests} requests a window. "
              f"{origin_line()}")

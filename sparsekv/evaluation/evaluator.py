@@ -263,6 +263,7 @@ class Evaluator:
         run = RunOptions(sparse_chunks=True, compares=method.selector != "full")
         with self._going(method, run, batch.cache) as attachment:
             found = continue_text(attachment, batch, self._following(request), keeps=goes_on and self.kl != "steps")
+        attachment.check_in_force(f"method {method.name}")
         report, losses = attachment.report(), found.losses
         led: list[Distance] = []
         if self.along is not None and self.kl == "chunk":
@@ -285,7 +286,9 @@ class Evaluator:
         while True:
             try:
                 attachment = self._going(method, None, batch.cache)
-                return self._answer_in_parts(attachment, batch, requests, rows, splits, goes_on)
+                found = self._answer_in_parts(attachment, batch, requests, rows, splits, goes_on)
+                attachment.check_in_force(f"method {method.name}")
+                return found
             except torch.OutOfMemoryError:
                 batch.restore(batch.width)
                 if splits >= len(rows):

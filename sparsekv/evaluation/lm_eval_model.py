@@ -64,6 +64,8 @@ def _make() -> Any:
                 out = self.model.generate(
                     input_ids=context, max_length=max_length, stopping_criteria=criteria, do_sample=False,
                     pad_token_id=self.tokenizer.pad_token_id, past_key_values=cache, **generation_kwargs)
+                if out.shape[1] > context.shape[1] + 1:
+                    attachment.check_in_force("the method")
                 self.last_report = attachment.report()
             return out
 

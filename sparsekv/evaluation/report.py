@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sparsekv.util.disk import placed, write_text
+from sparsekv.util.errors import printable
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1d1d1f; --paper: #ffffff; --soft: #6a6a70; --line: #d8d8dc; }
@@ -86,7 +87,7 @@ def write_report(
     page = (f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{e(title)}</title>'
             '<meta name="viewport" content="width=device-width, initial-scale=1">'
             f"<style>{STYLE}</style></head><body>{''.join(parts)}</body></html>\n")
-    write_text(path, page)
+    write_text(path, printable(page))
     return path
 
 

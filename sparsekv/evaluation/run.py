@@ -26,7 +26,7 @@ from sparsekv.evaluation.requests import (
 from sparsekv.runtime.config import SparseConfig
 from sparsekv.util.config import MOST, ROPE_SCALING, SEEDS, check_ranges, option
 from sparsekv.util.disk import TEMPORARIES, only_writer, write_text
-from sparsekv.util.errors import SparseKVError, check_choice
+from sparsekv.util.errors import SparseKVError, as_markdown, check_choice
 from sparsekv.util.memory import check_memory
 from sparsekv.util.output import OutputKind, files_below
 from sparsekv.util.progress import progress
@@ -235,7 +235,7 @@ def _write_report(output: Path, rows: list[dict[str, Any]]) -> str:
     if unscored:
         text.append(f"No scores yet of {', '.join(unscored)}: lm-eval scores them and is not installed here. Run `pip "
                     "install 'sparsekv[eval]'` and the same command with --resume; no answer is lost.")
-    write_text(output / "table.md", "\n\n".join(text) + "\n")
+    write_text(output / "table.md", as_markdown("\n\n".join(text) + "\n"))
     figures = result_figures(rows)
     write_report(output / "report.html", "sparsekv eval", origin_line(), tables, figures,
                  [*details, methods_table(rows)])

@@ -35,6 +35,9 @@ class Counters:
         self.replayed_steps = self.captures = 0
         self.capture_seconds = 0.0
         self.not_replayed: str | None = None
+        self.sparse_prompts = self.passes = self.chunks = self.uncached = 0
+        """Layers that read prompts sparsely; passes, those of several tokens on a filled cache, those without a cache.
+        """
 
     def took(self, sparse: Iterable[int], dense: Iterable[int], steps: int, rows: int) -> None:
         """So many decode steps of `rows` rows, in these layers; dense ones read everything."""

@@ -9,12 +9,15 @@ somebody else's module: functions that are replaced while a model is attached to
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -27,10 +30,13 @@ class ModelRecord:
 
 class ThreadContext(threading.local):
     """What this thread is doing. plan: the plan that runs; passing: the seat whose pass runs; seen: attention module
-    whose forward has begun, the model's seat, and the cache of the pass."""
+    whose forward has begun, the model's seat, and the cache of the pass; reached: layers whose attention was
+    sparsekv's in the pass; answer: what `model.generate` writes."""
 
     plan: Any = None
     passing: Any = None
+    reached: int = 0
+    answer: Any = None
     seen: tuple[Any, Any, Any] | None = None
 
 
@@ -93,3 +99,30 @@ def give_back(module: Any, name: str, user: object) -> None:
             if getattr(module, name, None) is replaced.ours:
                 setattr(module, name, replaced.own)
             del _REPLACED[place]
+
+
+@contextlib.contextmanager
+def usual_defaults() -> Iterator[None]:
+    """Tensors are made on the CPU and in float32 unless their code says otherwise, whatever the process's defaults."""
+    dtype, device = torch.get_default_dtype(), torch.get_default_device()
+    if dtype is torch.float32 and device.type == "cpu":
+        yield
+        return
+    try:
+        torch.set_default_dtype(torch.float32)
+        with torch.device("cpu"):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+
+
+def _forked() -> None:
+    """In a child of `fork`, where the threads that held locks are gone: locks are new, and who was attached is."""
+    global _GATE
+    _GATE = threading.RLock()
+    for seat in seats():
+        seat.lock, seat.thread = threading.RLock(), threading.get_ident()
+    NOW.plan = NOW.passing = NOW.seen = NOW.answer = None
+
+
+os.register_at_fork(after_in_child=_forked)

@@ -17,7 +17,7 @@ from sparsekv.capture.store.manifest import MANIFEST
 from sparsekv.trainers.estimate import CPU_THREAD, GPU, Estimate, ModelShape, Work, estimate, shape_of, store_bytes
 from sparsekv.util.config import MOST_STEPS, ROPE_SCALING, SEEDS, check_ranges, option
 from sparsekv.util.disk import TEMPORARIES, free_bytes, only_writer
-from sparsekv.util.errors import Interrupted, SparseKVError, check_choice
+from sparsekv.util.errors import Interrupted, SparseKVError, check_choice, printable
 from sparsekv.util.memory import memory_of
 from sparsekv.util.output import OutputKind, read_marker
 from sparsekv.util.progress import progress, stages
@@ -132,7 +132,7 @@ def run_train(config: TrainConfig) -> Trained:
     plan, sizes = plan_training(config, _kept_plan(going_on["plan"], out) if going_on else None)
     # its first text, before anything is written or loaded
     check_corpus(config.corpus, split="train")
-    print(sizes, file=sys.stderr)
+    print(printable(sizes), file=sys.stderr)
     if config.dry_run:
         return Trained(out, None, None)
     with only_writer(out):
@@ -334,7 +334,7 @@ def _going_on(config: TrainConfig, out: Path) -> dict[str, Any] | None:
             f"{k} {mine[k]}" for k in differ) + ". Give the same options, or --overwrite.")
     if all(_finished(out / kind) for kind in (ROUTER, PHI)) and all((out / name).is_file() for name in PAGE):
         raise SparseKVError(f"{name} is finished; --overwrite trains again")
-    print(f"going on with {name}", file=sys.stderr)
+    print(printable(f"going on with {name}"), file=sys.stderr)
     return marker
 
 

@@ -164,6 +164,9 @@ def only_writer(output: str | Path) -> Iterator[None]:
     Raises SparseKVError, with that host and process, where another command, another thread or another user holds one
     of them, and where something else has the lock file's name, which is left as it is."""
     path = Path(output).resolve()
+    if len(os.fsencode(path.name)) > LONGEST_NAME:
+        raise SparseKVError(f"the output's name has {len(os.fsencode(path.name))} bytes, and with what is put beside "
+                            f"it it may have {LONGEST_NAME}; choose a shorter one")
     file = path.with_name(f".{path.name}.lock")
     with contextlib.ExitStack() as held:
         try:

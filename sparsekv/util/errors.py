@@ -19,6 +19,11 @@ def printable(text: str) -> str:
     return _UNSEEN.sub(lambda found: found[0].encode("unicode_escape").decode(), shown)
 
 
+def as_markdown(text: str) -> str:
+    """A page of Markdown whose names may be somebody else's: `printable`, and without HTML."""
+    return printable(text).replace("<", "&lt;")
+
+
 class SparseKVError(Exception):
     """A problem with the user's input. The message is one clear sentence, made `printable`; the CLI prints it without a
     traceback."""

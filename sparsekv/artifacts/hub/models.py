@@ -12,9 +12,8 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
-from safetensors import SafetensorError
-
 from sparsekv.artifacts.hub.network import failed_request, in_time
+from sparsekv.artifacts.hub.sizes import check_folder, check_gguf, check_sizes
 from sparsekv.util.errors import SparseKVError, check_choice, first_line
 
 MOST_ROPE = 1024
@@ -39,8 +38,9 @@ def load_model(
     try:
         with _quiet(bool(extra)), _read_once(bool(extra)), in_time():
             return _load(spec, source, extra, dtype, device, rope_scaling)
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError, TypeError, AttributeError, IndexError,
-            EOFError, RecursionError, SafetensorError, UnpicklingError) as error:
+    except SparseKVError:
+        raise
+    except Exception as error:  # transformers and the readers of formats raise whatever they like
         raise _unloaded(spec, error) from error
 
 
@@ -61,23 +61,36 @@ def load_config(spec: str) -> Any:
 
     Raises SparseKVError for a model that cannot be found or read.
     """
-    from transformers import AutoConfig
-
     source, extra = _locate(spec)
     try:
         with in_time():
-            return AutoConfig.from_pretrained(source, trust_remote_code=False, **extra)
-    except (OSError, ValueError, KeyError, ImportError, TypeError, AttributeError, RecursionError) as error:
+            return _config(spec, source, extra)
+    except SparseKVError:
+        raise
+    except Exception as error:  # as above
         raise _unloaded(spec, error) from error
+
+
+def _config(spec: str, source: str, extra: dict[str, str]) -> Any:
+    """The transformers configuration, its sizes checked before it is made of them."""
+    from transformers import AutoConfig, PreTrainedConfig
+
+    if extra:
+        check_gguf(Path(source) / extra["gguf_file"])
+    elif Path(source).is_dir():
+        check_folder(Path(source), spec)
+    else:
+        check_sizes(PreTrainedConfig.get_config_dict(source)[0], spec)
+    return AutoConfig.from_pretrained(source, trust_remote_code=False, **extra)
 
 
 def _load(
     spec: str, source: str, extra: dict[str, str], dtype: str, device: str, rope_scaling: str | dict[str, Any] | None,
 ) -> tuple[Any, Any]:
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    config = AutoConfig.from_pretrained(source, trust_remote_code=False, **extra)
+    config = _config(spec, source, extra)
     if getattr(config, "is_encoder_decoder", False):
         raise SparseKVError(f"{spec} is an encoder-decoder model; sparsekv works on decoder-only models")
     if rope_scaling:

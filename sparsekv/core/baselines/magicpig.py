@@ -57,10 +57,11 @@ class MagicPIG(Selector):
 
     def build(self, view: LayerView) -> None:
         dim = view.keys.shape[-1]
-        generator = torch.Generator().manual_seed(self.seed + view.layer_idx)
+        generator = torch.Generator("cpu").manual_seed(self.seed + view.layer_idx)
         fits = self.bits == 0 and self.token_budget is not None
         self.code_bits = MOST_BITS if fits else self.bits or USUAL_BITS
-        self.planes = torch.randn(dim, self.code_bits * self.tables, generator=generator).to(view.keys.device)
+        self.planes = torch.randn(dim, self.code_bits * self.tables, generator=generator, device="cpu",
+                                  dtype=torch.float32).to(view.keys.device)
         inside = view.regions.mid_mask()[:, None, :, None]
         sizes = view.regions.mid_sizes.clamp(min=1)[:, None, None, None]
         self.center = (view.keys.float() * inside).sum(2, keepdim=True) / sizes

@@ -89,7 +89,7 @@ class Selector(RowState):
         no device. Raises SparseKVError."""
         self.validate()
         tokens = tokens_of_budget(self.spent_budget, view.regions, accounting=self.accounting,
-                                  completion_tokens=view.completion_tokens)
+                                  completion_tokens=view.completion_tokens, clamped=False)
         self.budget = self.layer_budget(view, tokens).clamp(max=view.regions.mid_sizes)
         self.widest = int(self.budget.max()) if self.budget.numel() else 0
 

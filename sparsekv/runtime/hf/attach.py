@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +13,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from sparsekv.artifacts.fingerprint import model_fingerprint
+from sparsekv.artifacts.fingerprint import check_all_bits, model_fingerprint
 from sparsekv.artifacts.hub.models import attention_modules, decoder
+from sparsekv.artifacts.hub.rotary import border_of, depends_on_length, tables_of_length
 from sparsekv.core.prefill import SparsePrompts
 from sparsekv.runtime.config import SIZES, SparseConfig
 from sparsekv.runtime.counters import Counters
@@ -34,18 +36,22 @@ from sparsekv.runtime.hf.prompts import (
     vocabulary_of,
 )
 from sparsekv.runtime.hf.runner import Runner
-from sparsekv.runtime.hf.supported import ARTIFACTS, check_cache, check_model, load_artifacts
+from sparsekv.runtime.hf.supported import ARTIFACTS, check_cache, load_artifacts, model_within
 from sparsekv.runtime.plan import RunOptions
+from sparsekv.runtime.process import usual_defaults
 from sparsekv.runtime.settings import load_settings
 from sparsekv.util.config import whole
 from sparsekv.util.errors import SparseKVError
 
+NOTHING_RAN = "no pass of this model ran while it was attached"
+PROMPTS_ALONE = "prompts were read, and no token decoded after them"
 __all__ = ["Attachment", "RunOptions", "SparseConfig", "SparsePrompts", "attach", "writing"]
 
 
+@usual_defaults()
 def attach(
     model: Any, artifacts: Any = None, config: SparseConfig | str | Path | None = None, *, settings: Any = None,
-    run: RunOptions | None = None, **overrides: Any,
+    run: RunOptions | None = None, all_bits: bool = False, **overrides: Any,
 ) -> Attachment:
     """Attach sparse decoding to a causal language model; use as `with sparsekv.attach(model, ...) as attachment:`.
 
@@ -58,12 +64,14 @@ def attach(
     - settings: a file of `sparsekv eval recommend` (or a `Settings`): selector, completion, budget of every layer, gate
       of every head, and the artifacts' folders where router and phi are not given.
     - run: how steps are run (`RunOptions`).
+    - all_bits: compare all bits of the model's weights with those that the artifacts were made for, and not a sample of
+      64 values a weight; one read of the weights.
 
     Raises SparseKVError for a model, artifact or option that cannot work, before anything is changed.
     """
     if run is not None and not isinstance(run, RunOptions):
         raise SparseKVError(f"run says how steps are run by a RunOptions, found {type(run).__name__}")
-    check_model(model)
+    model = model_within(model)
     modules = attention_modules(model)
     config = SparseConfig.of(config, **overrides, **({} if artifacts is None else {"artifacts": artifacts}))
     config.check()
@@ -78,6 +86,9 @@ def attach(
             beside = {kind: path and Path(path) for kind in ARTIFACTS if (path := getattr(settings, kind)) is not None}
             config = SparseConfig.of(config, **{k: x for k, x in beside.items() if getattr(config, k) is None})
     router, phi = load_artifacts(config.artifacts, config.router, config.phi)
+    for name, made in (("the router", router), ("the feature maps", phi)) if all_bits else ():
+        if made is not None:
+            check_all_bits(made.config.model, model, name)
     decoding = make_decoding(model, modules, config, router=router, phi=phi, layers=layers)
     return Attachment(model, modules, decoding, RunOptions() if run is None else run)
 
@@ -96,6 +107,8 @@ class Attachment:
 
     def __init__(self, model: Any, modules: dict[int, Any], decoding: Decoding, run: RunOptions):
         self.model, self.modules, self.decoding = model, modules, decoding
+        self.ref = weakref.ref(self)
+        """What the model holds of it: an attachment that nobody holds leaves."""
         self.runner = Runner(decoding, run, max(modules) + 1)
         self._entered = self._was_entered = False
 
@@ -119,13 +132,20 @@ class Attachment:
         if not self.__dict__.get("_was_entered", True):
             warnings.warn("an attachment was never entered, so nothing decoded sparsely; write `with "
                           "sparsekv.attach(...):` around generate", stacklevel=2)
+        elif self.__dict__.get("_entered"):
+            warnings.warn("an attachment that nothing holds has left its model, which decodes with full attention "
+                          "again; keep what attach returned, or write `with sparsekv.attach(...):`", stacklevel=2)
+            self._leave()
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, kind: Any = None, *_: Any) -> None:
         try:
             self._leave()
         except BaseException:
             self._leave()  # an interrupt leaves it half done
             raise
+        asked = kind is None and self.decoding.selector.name != "dense"
+        if asked and (reason := self.not_in_force()) not in (None, NOTHING_RAN, PROMPTS_ALONE):
+            warnings.warn(f"nothing decoded sparsely: {reason}", stacklevel=2)
 
     def _leave(self) -> None:
         hooks.leave(self)
@@ -140,10 +160,35 @@ class Attachment:
         index_seconds: building index and estimates, in the last pass of a prompt or the first step after it [s].
         replayed_steps, captures and capture_seconds [s]: steps of CUDA graphs; not_replayed: why the last step that was
         not could not be, or None. sparse_from: the length from which caches decode sparsely [tokens], None: none does,
-        or it is not known yet; sparse_why: what decided that."""
+        or it is not known yet; sparse_why: what decided that. in_force: whether anything was decoded, or a prompt read,
+        sparsely; not_in_force: why not, or None."""
         rule = self.decoding.rule
         known = None if rule is None or rule.shortest == NEVER else rule.shortest
-        return {**self.counters.report(), "sparse_from": known, "sparse_why": self.decoding.why()}
+        why = self.not_in_force()
+        return {"in_force": why is None, "not_in_force": why, **self.counters.report(), "sparse_from": known,
+                "sparse_why": self.decoding.why()}
+
+    def check_in_force(self, what: str) -> None:
+        """Raises SparseKVError where nothing was sparse, though something was asked for: what was measured would be
+        full attention's under another name."""
+        if self.decoding.selector.name != "dense" and (reason := self.not_in_force()) is not None:
+            raise SparseKVError(f"{what} was not in force: {reason}; its numbers would be those of full attention")
+
+    def not_in_force(self) -> str | None:
+        """Why nothing was decoded sparsely so far; None where something was."""
+        counted = self.counters
+        if any(counted.sparse_calls.values()) or counted.sparse_prompts:
+            return None
+        if self.decoding.first_sparse is None:
+            return "no layer decodes sparsely with these options"
+        if any(counted.dense_calls.values()):
+            return f"caches were too short ({self.decoding.why()}); dense_below=0 decodes all sparsely"
+        if counted.chunks:
+            return ("tokens after a prompt came several at a time, which are read as prompts are; give run=RunOptions("
+                    "sparse_chunks=True)")
+        if counted.uncached:
+            return "passes kept no cache (use_cache=False, or gradient checkpointing)"
+        return PROMPTS_ALONE if counted.passes else NOTHING_RAN
 
     def spend(self, token_budget: int | float, cache: SparseCache) -> None:
         """Decode with another budget from here on. What was built over the prompt in the cache stays where it does not
@@ -161,6 +206,7 @@ class Attachment:
         host = set() if self.decoding.placement == "gpu" else set(self.modules) - self.decoding.dense_layers
         return SparseCache(self.model.config, host_layers=host, reserve=reserve)
 
+    @usual_defaults()
     @torch.no_grad()
     def prefill(self, input_ids: Tensor, attention_mask: Tensor | None = None, *, chunk_size: int | None = None,
                 cache: SparseCache | None = None) -> SparseCache:
@@ -175,19 +221,29 @@ class Attachment:
             cache.belongs_to(self.model)
             past, tokens = cache.get_seq_length(), input_ids.shape[1]
             end = past + tokens
+            self.counters.passes += 1
             try:
                 self.runner.prefilling, self.runner.whole = True, end
-                for part in input_ids.split(min(chunk_size or tokens, tokens), dim=1):
-                    past += part.shape[1]
-                    mask = None if attention_mask is None else attention_mask[:, :past]
-                    # a padded row counts from its first real token on, as `generate` does
-                    place = None if mask is None else (mask.cumsum(-1) - 1).clamp(min=0)[:, -part.shape[1]:]
-                    decoder(self.model)(input_ids=part, attention_mask=mask, position_ids=place, past_key_values=cache,
-                                        use_cache=True)
+                with self._tables(end if attention_mask is None else int(attention_mask.sum(-1).max()),
+                                  chunk_size is not None and chunk_size < tokens):
+                    for part in input_ids.split(min(chunk_size or tokens, tokens), dim=1):
+                        past += part.shape[1]
+                        mask = None if attention_mask is None else attention_mask[:, :past]
+                        # a padded row counts from its first real token on, as `generate` does
+                        place = None if mask is None else (mask.cumsum(-1) - 1).clamp(min=0)[:, -part.shape[1]:]
+                        decoder(self.model)(input_ids=part, attention_mask=mask, position_ids=place,
+                                            past_key_values=cache, use_cache=True)
             finally:
                 self.runner.prefilling, self.runner.whole = False, 0
         return cache
 
+    def _tables(self, length: int, chunks: bool) -> Any:
+        """Rotary tables of a prompt in chunks, as of one in one piece."""
+        if not chunks or not depends_on_length(self.model.config):
+            return contextlib.nullcontext()
+        return tables_of_length(self.model, length)
+
+    @usual_defaults()
     @torch.no_grad()
     def generate(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, *, max_new_tokens: int = 128,
@@ -208,13 +264,34 @@ class Attachment:
         rows, tokens = input_ids.shape
         cache = roomy_cache(self, rows, tokens, max_new_tokens) if cache is None else cache
         self._checked(input_ids, attention_mask, cache, ends=True)
+        step = self._step if border_of(self.model.config) is None else self._across(input_ids, cache, max_new_tokens)
         cache.prompt = cache.get_seq_length() + tokens if max_new_tokens > 1 else 0
         config = self.model.generation_config
         eos = end_tokens(config.eos_token_id if eos_token_id is None else eos_token_id)
         pad = config.pad_token_id if pad_token_id is None else pad_token_id
         fill = pad_token((eos or [0])[0] if pad is None else pad, rows, vocabulary)
-        return decode_loop(self._logits, self._step, cache, input_ids, attention_mask, max_new_tokens=max_new_tokens,
+        return decode_loop(self._logits, step, cache, input_ids, attention_mask, max_new_tokens=max_new_tokens,
                            temperature=temperature, eos=eos, fill=fill, seed=seed, streamer=streamer)
+
+    def _across(self, ids: Tensor, cache: SparseCache, new: int) -> Any:
+        """A step of an answer that may cross the length past which the model rotates by other factors: there all tokens
+        so far are read anew, as transformers does. Raises SparseKVError where an earlier turn's are not known."""
+        border, held, made = border_of(self.model.config) or 0, cache.get_seq_length(), [ids]
+        if 0 < held <= border < held + ids.shape[1] + new - 1:
+            raise SparseKVError(f"the cache holds {held} tokens rotated as of a text of up to {border}, and with "
+                                f"{ids.shape[1]} more and an answer of {new} the model rotates otherwise (longrope); "
+                                "give the whole text in a new cache, or a shorter max_new_tokens")
+
+        def step(token: Tensor, mask: Tensor | None, place: Tensor | None, cache: SparseCache) -> Tensor:
+            made.append(token)
+            if held or cache.get_seq_length() != border:
+                return self._step(token, mask, place, cache)
+            cache.reset()
+            cache.prompt = border + 1
+            places = None if mask is None else (mask.long().cumsum(-1) - 1).clamp(min=0)
+            return self._logits(torch.cat(made, dim=1), mask, places, cache)
+
+        return step
 
     def _checked(self, ids: Tensor, mask: Tensor | None, cache: Any, *, ends: bool = False) -> SparseCache:
         """The cache, where it and the mask are of these rows. Raises SparseKVError."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ class GenerateConfig(SparseConfig):
     temperature: float = option(0.0, help="Sampling temperature; 0 takes the likeliest token.", min=0, group="Answer")
     seed: int = option(0, help="Seed of sampling.", group="Answer", **SEEDS)
     chat_template: bool = option(False, help="Wrap the prompt in the model's chat template.", group="Answer")
+    special_tokens: bool = option(False, help="Read the text of special tokens in the prompt, such as <|im_end|>, as "
+                                              "these tokens; without it their text stays text.", group="Answer")
     rope_scaling: str | None = option(None, help=ROPE_SCALING, group="Machine")
     dtype: str = option("auto", help="Arithmetic: auto, float32, bfloat16 or float16.", group="Machine")
     device: str = option("auto", help="auto, cpu, cuda, or balanced (spread over all GPUs).", group="Machine")
@@ -46,7 +49,7 @@ def generate(config: GenerateConfig) -> None:
     choose_selector(sparse, router)
     model, tokenizer = load_model(config.model, dtype=config.dtype, device=config.device,
                                   rope_scaling=config.rope_scaling)
-    inputs = _encode(tokenizer, text, config.chat_template).to(model.device)
+    inputs = _encode(tokenizer, text, config.chat_template, config.special_tokens).to(model.device)
     with attach(model, config=sparse) as attachment:
         started = time.perf_counter()
         out = attachment.generate(
@@ -71,7 +74,7 @@ def read_prompt(config: GenerateConfig) -> str:
         if not config.prompt_file.is_file():
             raise SparseKVError(f"no prompt file at {str(config.prompt_file)!r}")
         try:
-            text = config.prompt_file.read_text(encoding="utf-8")
+            text = config.prompt_file.read_text(encoding="utf-8-sig")
         except UnicodeDecodeError as error:
             raise SparseKVError(f"the prompt file {str(config.prompt_file)!r} is not UTF-8 text (byte {error.start}); "
                                 "convert it") from error
@@ -104,18 +107,30 @@ def budget(value: float | None) -> int | float | None:
     return int(value)
 
 
-def _encode(tokenizer: Any, text: str, chat_template: bool) -> Any:
+def _encode(tokenizer: Any, text: str, chat_template: bool, special_tokens: bool) -> Any:
+    import torch
+    from transformers import BatchEncoding
+
+    from sparsekv.artifacts.hub.spoken import around, as_text, chat_ids, names_special
+
     if not chat_template:
         try:
-            return tokenizer(text, return_tensors="pt")
+            return tokenizer(text, return_tensors="pt", **as_text(tokenizer, special_tokens))
         except (TypeError, ValueError, OverflowError) as error:
             raise SparseKVError(f"the model's tokenizer refuses the prompt ({first_line(error)}); give other text"
                                 ) from error
     if not tokenizer.chat_template:
         raise SparseKVError("this model's tokenizer has no chat template; leave out --chat-template")
+    message: Any = functools.partial(tokenizer.apply_chat_template, add_generation_prompt=True)
     try:
-        return tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True,
-                                             return_tensors="pt", return_dict=True)
+        if special_tokens or not names_special(tokenizer, text):
+            return message([{"role": "user", "content": text}], return_tensors="pt", return_dict=True)
+        parts = around(lambda words: str(message([{"role": "user", "content": words}], tokenize=False)), text)
+        if parts is not None:
+            ids = torch.tensor([chat_ids(tokenizer, parts)])
+            return BatchEncoding({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
     except Exception as error:  # templates raise whatever they like
         raise SparseKVError(f"the model's chat template could not be applied ({first_line(error)}); leave out "
                             "--chat-template") from error
+    raise SparseKVError("the prompt has the text of special tokens, and the chat template changes its text; give "
+                        "--special-tokens, or leave out --chat-template")

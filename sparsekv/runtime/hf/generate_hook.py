@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
+from sparsekv.artifacts.hub.rotary import border_of
 from sparsekv.runtime.hf.cache import SparseCache
 from sparsekv.runtime.hf.prompts import check_ids, check_mask, vocabulary_of
 from sparsekv.runtime.hf.supported import check_cache
@@ -16,33 +19,65 @@ MOST_NEW = 4096
 
 
 def with_cache(attachment: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The keywords of a call of `model.generate`, with a cache of the attachment's. Raises SparseKVError for caches and
-    settings that cannot be decoded sparsely."""
-    given = args[1] if len(args) > 1 else kwargs.get("generation_config")
-    config = given or attachment.model.generation_config
-    kind = kwargs.get("cache_implementation", getattr(config, "cache_implementation", None))
+    """The keywords of a call of `model.generate`, with a cache of the attachment's. A cache that the checkpoint's own
+    generation_config names gives way to it. Raises SparseKVError for caches and settings of the call that cannot be
+    decoded sparsely."""
+    own, given = attachment.model.generation_config, args[1] if len(args) > 1 else kwargs.get("generation_config")
+
+    def asked(name: str, *places: Any) -> Any:
+        """A setting of the call, or where it has none of these configurations; one that is None is not set."""
+        found = (kwargs.get(name), *(getattr(place, name, None) for place in places))
+        return next((value for value in found if value is not None), None)
+
+    kind = asked("cache_implementation", None if given is own else given)
     if kind not in (None, "dynamic"):
-        raise SparseKVError(f"cache_implementation {kind!r} has no sparse index; leave it out, and sparsekv "
-                            "brings its own cache")
-    if not kwargs.get("use_cache", getattr(config, "use_cache", True)):
+        raise SparseKVError(f"cache_implementation={kind!r} has no sparse index; leave it out of the call and of its "
+                            "generation_config, and sparsekv brings its own cache")
+    if asked("use_cache", given, own) is False:
         raise SparseKVError("sparse decoding needs a cache; remove use_cache=False")
+    assisted = asked("assistant_model") is not None or bool(asked("prompt_lookup_num_tokens", given, own))
+    _check_assistant(attachment, asked("assistant_early_exit", given, own), assisted)
     ids, mask = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None)), kwargs.get("attention_mask")
     if isinstance(ids, Tensor) and ids.dim() == 2 and kwargs.get("inputs_embeds") is None:
         check_ids(ids, vocabulary_of(attachment.model))
         if mask is not None:
             check_mask(mask, *ids.shape)
-    if kwargs.get("past_key_values") is not None:
-        check_cache(kwargs["past_key_values"])
-        held = kwargs["past_key_values"].get_seq_length()
-        if isinstance(ids, Tensor) and ids.dim() == 2 and 0 < ids.shape[1] <= held:
-            raise SparseKVError(f"the cache holds {held} tokens and the prompt has {ids.shape[1]}; give all tokens so "
+    rows, prompt, new = _room_of(ids, asked, given, own)
+    border = border_of(attachment.model.config)
+    if border is not None and 0 < prompt <= border < prompt + new and (asked("num_beams", given, own) or 1) > 1:
+        raise SparseKVError(f"beams would cross the length of {border} tokens, past which the model rotates otherwise "
+                            "and reads all of them again (longrope); use num_beams=1, or a shorter answer")
+    if any(place is not None and place.cache_implementation is not None for place in (given, own)):
+        kwargs = kwargs | {"cache_implementation": None}
+    else:
+        kwargs = {name: value for name, value in kwargs.items() if name != "cache_implementation"}
+    cache = kwargs.get("past_key_values")
+    if cache is None:
+        cache = roomy_cache(attachment, rows, prompt, new)
+    else:
+        check_cache(cache)
+        held, embeds = cache.get_seq_length(), kwargs.get("inputs_embeds")
+        if isinstance(embeds, Tensor) and embeds.dim() == 3:
+            prompt = embeds.shape[1]
+        if 0 < prompt <= held:
+            raise SparseKVError(f"the cache holds {held} tokens and the prompt has {prompt}; give all tokens so "
                                 "far and new ones, or a fork of the cache (cache.fork()) for every answer")
-        kwargs["past_key_values"].prompt = _room_of(args, kwargs, config)[1]
-        return kwargs
-    kwargs = {name: value for name, value in kwargs.items() if name != "cache_implementation"}
-    cache = roomy_cache(attachment, *(room := _room_of(args, kwargs, config)))
-    cache.prompt = room[1]
+        if assisted and held:  # transformers reads the whole prompt with the first candidates
+            cache.reset()
+    cache.prompt = prompt
     return kwargs | {"past_key_values": cache}
+
+
+def _check_assistant(attachment: Any, early_exit: Any, assisted: bool) -> None:
+    """Raises SparseKVError for drafts by a part of the model, whose layers' caches differ in length; says once that
+    candidates are read as a prompt is."""
+    if early_exit is not None:
+        raise SparseKVError("assistant_early_exit drafts by some of the layers, whose caches would be longer than the "
+                            "others'; use assistant_model or prompt_lookup_num_tokens")
+    if assisted and not attachment.runner.run.sparse_chunks and attachment.decoding.first_sparse is not None:
+        warnings.warn("an assistant's candidates are checked several at a time, which are read as prompts are, with "
+                      "full attention; attach with run=RunOptions(sparse_chunks=True) to decode them sparsely",
+                      stacklevel=4)
 
 
 def roomy_cache(attachment: Any, rows: int, prompt: int, new: int) -> SparseCache:
@@ -62,13 +97,12 @@ def roomy_cache(attachment: Any, rows: int, prompt: int, new: int) -> SparseCach
     return attachment.cache(tokens)
 
 
-def _room_of(args: tuple[Any, ...], kwargs: dict[str, Any], config: Any) -> tuple[int, int, int]:
+def _room_of(ids: Any, asked: Callable[..., Any], *configs: Any) -> tuple[int, int, int]:
     """Rows, tokens of the prompt and new ones that a call of `generate` asks for, as far as its arguments say."""
-    ids = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
     if not isinstance(ids, Tensor) or ids.dim() != 2:
         return 1, 0, 0
-    new, longest = (kwargs.get(n, getattr(config, n, None)) for n in ("max_new_tokens", "max_length"))
-    copies = max(kwargs.get(n, getattr(config, n, None)) or 1 for n in ("num_beams", "num_return_sequences"))
+    new, longest = (asked(name, *configs) for name in ("max_new_tokens", "max_length"))
+    copies = max(asked(name, *configs) or 1 for name in ("num_beams", "num_return_sequences"))
     if new is None:
         new = 0 if longest is None else max(0, longest - ids.shape[1])
     return ids.shape[0] * copies, ids.shape[1], new

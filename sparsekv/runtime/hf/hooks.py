@@ -9,39 +9,64 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import flash_attention_mask
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from sparsekv.artifacts.hub.models import decoder
+from sparsekv.artifacts.hub.rotary import border_of
 from sparsekv.core.rope import LayerRope, find_layout
 from sparsekv.runtime.hf.cache import GrowingRope, SparseCache, SparseLayer
 from sparsekv.runtime.hf.generate_hook import with_cache
 from sparsekv.runtime.hf.model_pass import PLANNED, Layers
-from sparsekv.runtime.hf.supported import check_cache
-from sparsekv.runtime.process import NOW, known, seat_for, seats
+from sparsekv.runtime.hf.prompts import check_cache_rows, check_left
+from sparsekv.runtime.hf.supported import check_attentions, check_cache, check_uncompiled, holders
+from sparsekv.runtime.process import NOW, known, seat_for, seats, usual_defaults
 from sparsekv.util.errors import SparseKVError
 
 NAME = "sparsekv"
 STEP_OPTIONS = frozenset({"input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "return_dict",
                           "logits_to_keep"})
+BATCHED = ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager")
+"""Methods of continuous batching, whose cache of pages is transformers' own."""
+CHECKPOINTS = ("gradient checkpointing in training drops the cache, and steps would see no text before them; call "
+               "model.eval() or model.gradient_checkpointing_disable() before decoding")
 _ABSENT = object()
+_ENTERED: ContextVar[tuple[weakref.ref[Any], ...]] = ContextVar("sparsekv_entered", default=())
+"""Attachments that were entered by this coroutine, or by what started it."""
+
+
+@dataclass
+class Answer:
+    """What `model.generate` writes: prompt `[B, N]`, and the ids of its passes."""
+
+    model: Any
+    prompt: Tensor
+    cache: SparseCache
+    passes: list[Tensor] = field(default_factory=list)
 
 
 class Seat:
     """The last attachment that entered and has not left decodes; when none is left the model is unchanged, whatever the
-    order. Attachments of several threads would decode with each other's settings: a model has those of one. A pass
-    holds `lock`, so that none comes or goes in the middle of it."""
+    order. Attachments of several threads or coroutines would decode with each other's settings: a model has those of
+    one. A pass holds `lock`, so that none comes or goes in the middle of it."""
 
     def __init__(self, model: Any, modules: dict[int, Any]):
         self.model, self.modules, self.decoder = model, modules, decoder(model)
-        self.attachments: list[Any] = []
+        self.entered: list[weakref.ref[Any]] = []
+        """Attachments, which others hold: one that nobody holds has left."""
+        self.holders = holders(model, modules)
         self.lock = threading.RLock()
         self.thread = 0
         self.ropes: dict[Any, LayerRope | None] = {}
@@ -50,28 +75,46 @@ class Seat:
         self.hooks: frozenset[int] = frozenset()
         configs = {id(m.config): m.config for m in modules.values()}.values()
         self._names = [(config, config._attn_implementation) for config in configs]
-        self._own = {name: model.__dict__.get(name, _ABSENT) for name in ("forward", "generate")}
+        self._own = {name: model.__dict__.get(name, _ABSENT) for name in ("forward", "generate", *BATCHED)}
 
     def __reduce_ex__(self, _: Any) -> Any:
         raise SparseKVError("a model cannot be copied or pickled while it is attached; do it outside the `with` block")
 
+    @property
+    def attachments(self) -> list[Any]:
+        """Those that have entered and not left, and are held by somebody."""
+        return [one for ref in self.entered if (one := ref()) is not None]
+
     def enter(self, attachment: Any) -> None:
-        if self.attachments and self.thread != threading.get_ident():
+        others = self.attachments
+        if others and self.thread != threading.get_ident():
             raise SparseKVError("this model is attached in another thread; share that attachment, or load the model "
                                 "once a thread")
+        if others and others[-1].ref not in _ENTERED.get():
+            raise SparseKVError("this model is attached in another coroutine of this thread; share that attachment, or "
+                                "load the model once a coroutine")
         self.thread = threading.get_ident()
-        first = not self.attachments
-        self.attachments.append(attachment)
+        first = not self.entered
+        self.entered = [*(one.ref for one in others), attachment.ref]
+        _ENTERED.set((*(ref for ref in _ENTERED.get() if ref() is not None), attachment.ref))
         attachment.runner.fused = self.layers.fused
         if first:
             self._take()
 
     def leave(self, attachment: Any) -> None:
         """Any number of times, also of one that has not entered."""
-        if attachment in self.attachments:
-            self.attachments.remove(attachment)
-        if not self.attachments:
+        self.entered = [ref for ref in self.entered if ref is not attachment.ref and ref() is not None]
+        if not self.entered:
             self._give_back()
+
+    def current(self) -> Any:
+        """The attachment that decodes; None where all have left."""
+        found = self.attachments
+        if not found and self.entered:  # forgotten by all, and the collector has not told us
+            self.entered = []
+            self._give_back()
+            known(self.model).seat = None
+        return found[-1] if found else None
 
     def _take(self) -> None:
         for name in (NAME, PLANNED):
@@ -85,6 +128,9 @@ class Seat:
         self.hooks = frozenset(h.id for h in handles)
         if hasattr(self.model, "generate"):
             self._wrap("generate", self._generate)
+        for name in BATCHED:
+            if hasattr(self.model, name):
+                self._wrap(name, self._batched)
         for config, _ in self._names:
             config._attn_implementation = NAME
 
@@ -133,56 +179,126 @@ class Seat:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             return call(own, args, kwargs)
 
-        self.model.__dict__[name] = wrapped
+        # inside somebody's torch.compile too, the pass runs as it is
+        self.model.__dict__[name] = torch.compiler.disable(wrapped)
 
     def _generate(self, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`model.generate` with a cache of ours."""
         with self.lock:
-            if self.attachments:
-                kwargs = with_cache(self.attachments[-1], args, kwargs)
+            attachment = self.current()
+            if attachment is not None:
+                self._check_unchanged()
+                if self._checkpoints:
+                    raise SparseKVError(CHECKPOINTS)
+                check_attentions(kwargs, self.model.config, args[1] if len(args) > 1 else kwargs.get(
+                    "generation_config"), self.model.generation_config)
+                kwargs = with_cache(attachment, args, kwargs)
+        ids = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
+        cache = kwargs.get("past_key_values")
+        before, NOW.answer = NOW.answer, None
+        try:
+            if isinstance(ids, Tensor) and isinstance(cache, SparseCache):
+                NOW.answer = Answer(self.model, ids, cache)
+            return own(*args, **kwargs)
+        finally:
+            NOW.answer = before
+
+    def _batched(self, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Continuous batching: not while attached."""
+        with self.lock:
+            if self.current() is not None:
+                raise SparseKVError("continuous batching keeps keys and values in pages of transformers' own, which "
+                                    "have no sparse index; use model.generate, or serve the model by vLLM")
         return own(*args, **kwargs)
 
     def _forward(self, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model's forward: a step of one token planned where it can be, anything else as it is."""
-        with self.lock:
+        with self.lock, usual_defaults():
             NOW.plan = None
-            if not self.attachments:  # they left while this call waited
+            attachment = self.current()
+            if attachment is None:  # they left while this call waited
                 return own(*args, **kwargs)
-            attachment = self.attachments[-1]
+            args, kwargs = _by_name(own, args, kwargs)
             cache = kwargs.get("past_key_values")
             if cache is not None and not isinstance(cache, SparseCache) and self.thread != threading.get_ident():
                 return own(*args, **kwargs)  # begun by another thread before the model was attached to
+            check_attentions(kwargs, self.model.config)
+            kwargs = self._read_anew(kwargs)
+            step = _is_step(args, kwargs)
+            self._check_unchanged()
             kwargs = self._with_cache(attachment, args, kwargs)
             cache = kwargs.get("past_key_values")
-            if cache is None:
-                with self.passing():
-                    return own(*args, **kwargs)
-            if _is_step(args, kwargs):
+            if cache is not None and step:
                 logits = attachment.runner.step(self, cache, kwargs["input_ids"], kwargs.get("attention_mask"),
                                                 kwargs.get("position_ids"))
                 if logits is not None:
                     return CausalLMOutputWithPast(logits=logits.clone(), past_key_values=cache)
+            NOW.reached = 0
             with self.passing():
                 out = own(*args, **kwargs)
-            if isinstance(cache, SparseCache):
+            if cache is not None and NOW.reached < len(self.modules):
+                raise SparseKVError(f"the attention of {len(self.modules) - NOW.reached} of {len(self.modules)} layers "
+                                    "was not sparsekv's in this pass: something has replaced it, or skips layers; "
+                                    "attach to the model as transformers made it")
+            if cache is not None:
                 attachment.runner.prompt_ended(cache, kwargs.get("attention_mask"))
-            cache.settle()
+                cache.settle()
             return out
 
+    def _check_unchanged(self) -> None:
+        """Raises SparseKVError where attention would not be sparsekv's."""
+        for config, _ in self._names:
+            _check_named(config)
+        check_uncompiled(self.holders)
+
+    @property
+    def _checkpoints(self) -> bool:
+        """Whether the model's layers drop the cache they are given."""
+        return any(getattr(layer, "gradient_checkpointing", False) and layer.training for layer in self.layers.decoders)
+
     def _with_cache(self, attachment: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Give a forward pass without a cache one of ours; refuse foreign ones."""
+        """Give a forward pass without a cache one of ours; refuse foreign ones, and rows that it does not hold."""
         cache = kwargs.get("past_key_values")
-        use_cache = kwargs.get("use_cache", getattr(self.model.config, "use_cache", True))
-        if cache is None and use_cache is not False:
-            kwargs = kwargs | {"past_key_values": attachment.cache()}
-        elif cache is not None:
-            check_cache(cache)
-            cache.belongs_to(self.model)
         ids = kwargs.get("input_ids", args[0] if args else None)
         if isinstance(ids, Tensor) and ids.numel() == 0:
             raise SparseKVError(f"the prompt is empty: input_ids are {list(ids.shape)}; give at least one token of "
                                 "every row")
+        use_cache = kwargs.get("use_cache", getattr(self.model.config, "use_cache", True))
+        counters = attachment.counters
+        counters.passes += 1
+        if cache is None and (use_cache is False or self._checkpoints):
+            counters.uncached += 1
+        elif cache is None:
+            return kwargs | {"past_key_values": attachment.cache()}
+        else:
+            check_cache(cache)
+            cache.belongs_to(self.model)
+            if self._checkpoints:
+                raise SparseKVError(CHECKPOINTS)
+            given = ids if isinstance(ids, Tensor) else kwargs.get("inputs_embeds")
+            if isinstance(given, Tensor):
+                check_cache_rows(cache, given.shape[0])
+                counters.chunks += given.shape[1] > 1 and cache.get_seq_length() > 0
+                mask = kwargs.get("attention_mask")
+                if given.shape[1] > 1 and isinstance(mask, Tensor) and mask.dim() == 2 and cache.get_seq_length():
+                    check_left(mask)
         return kwargs
+
+    def _read_anew(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a pass of the answer that is written. Past a length the model rotates otherwise (longrope):
+        there transformers drops the cache, and all tokens so far are read again."""
+        answer, ids, border = NOW.answer, kwargs.get("input_ids"), border_of(self.model.config)
+        if border is None or answer is None or answer.model is not self.model or not isinstance(ids, Tensor):
+            return kwargs
+        first, held = not answer.passes, answer.cache.get_seq_length()
+        answer.passes.append(answer.prompt.repeat_interleave(len(ids) // len(answer.prompt), 0) if first else ids)
+        if kwargs.get("past_key_values") is not None or not 0 < held <= border:
+            return kwargs
+        whole, mask = torch.cat(answer.passes, dim=1), kwargs.get("attention_mask")
+        answer.cache.reset()
+        answer.cache.prompt = whole.shape[1]
+        places = None if mask is None else (mask.long().cumsum(-1) - 1).clamp(min=0)
+        return kwargs | {"input_ids": whole, "past_key_values": answer.cache, "position_ids": places}
 
     def _see(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note the cache, and in it the rotary tables: neither reaches the attention function."""
@@ -190,6 +306,10 @@ class Seat:
             return
         cache, tables = kwargs.get("past_key_values"), kwargs.get("position_embeddings")
         NOW.seen = module, self, cache
+        if self.is_ours():
+            _check_named(module.config)
+            if cache is not None:
+                check_cache(cache)
         if isinstance(cache, SparseCache) and tables is not None:
             layer = cache.layers[module.layer_idx] if module.layer_idx < len(cache.layers) else None
             if isinstance(layer, SparseLayer):
@@ -225,7 +345,7 @@ def leave(attachment: Any) -> None:
     if seat is not None:
         with seat.lock:
             seat.leave(attachment)
-            if not seat.attachments and about.seat is seat:
+            if not seat.entered and about.seat is seat:
                 about.seat = None
 
 
@@ -236,6 +356,31 @@ def seat_of(attachment: Any) -> Seat:
         raise SparseKVError("this attachment is not in use: enter it first, `with sparsekv.attach(...) as "
                             "attachment:`")
     return seat
+
+
+def _check_named(config: Any) -> None:
+    """Raises SparseKVError where a configuration of an attached model names another attention."""
+    name = config._attn_implementation
+    if name not in (NAME, PLANNED):
+        raise SparseKVError(f"the attention implementation was set to {name!r} while the model is attached, which "
+                            "would decode without sparsekv; set it before attach, which has its own")
+
+
+def _by_name(own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call of `own`, all by name; as they are where they do not fit, or names are not known."""
+    if not args:
+        return args, kwargs
+    try:
+        bound = inspect.signature(own).bind_partial(*args, **kwargs)
+    except (TypeError, ValueError):
+        return args, kwargs
+    found = dict(bound.arguments)
+    for parameter in bound.signature.parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            found |= found.pop(parameter.name, {})
+        elif parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            return args, kwargs
+    return (), found
 
 
 def _is_step(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -257,14 +402,16 @@ def _attention(
         return NOW.plan.layer(query, key, value, scale, sinks), None
     seen, NOW.seen = NOW.seen, None
     foreign = attention_mask is not None and attention_mask.dim() != 2
-    if seen is None or seen[0] is not module or not seen[1].is_ours() or (
-            foreign and not isinstance(seen[2], SparseCache)):
+    ours = seen is not None and seen[0] is module and seen[1].is_ours()
+    attachment = seen[1].current() if seen is not None and ours else None
+    if seen is None or attachment is None or (foreign and not isinstance(seen[2], SparseCache)):
         return _own_attention(module)(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout,
                                       sliding_window=sliding_window, softcap=softcap, **kwargs)
     if sinks is not None and softcap is not None:
         raise SparseKVError(f"{type(module).__name__} has learned attention sinks and caps its scores, which sparsekv "
                             "does not support together")
-    out = seen[1].attachments[-1].runner.attention(
+    NOW.reached += 1
+    out = attachment.runner.attention(
         module, seen[2], query, key, value, attention_mask, scale, sliding_window, softcap, sinks)
     return out.transpose(1, 2).contiguous(), None
 

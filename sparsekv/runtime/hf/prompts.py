@@ -47,10 +47,16 @@ def check_mask(mask: Any, rows: int, tokens: int, *, ends: bool = False) -> None
     if mask.is_complex() or not bool(((mask == 0) | (mask == 1)).all()):
         raise SparseKVError("attention_mask has other numbers than 0 and 1; give 1 for a token and 0 for padding")
     if ends and mask.numel():
-        real = mask.bool()
-        if not bool(real[:, -1].all() & ~(real[:, :-1] & ~real[:, 1:]).any()):
-            raise SparseKVError("sparse decoding needs left padding, found padding after or between real tokens; set "
-                                "tokenizer.padding_side = 'left'")
+        check_left(mask)
+
+
+def check_left(mask: Tensor) -> None:
+    """Raises SparseKVError for a mask `[B, tokens]` whose padding is not all on the left of every row."""
+    real = mask.bool()
+    if not bool(real[:, -1].all() & ~(real[:, :-1] & ~real[:, 1:]).any()):
+        raise SparseKVError("sparse decoding needs left padding, found padding after or between real tokens; set "
+                            "tokenizer.padding_side = 'left', and give turns of a batch that differ in length one by "
+                            "one, or the whole texts in a new cache")
 
 
 def check_chunk(size: Any) -> None:
@@ -65,7 +71,7 @@ def check_cache_rows(cache: SparseCache, rows: int) -> None:
     keys = None if cache.first is None else cache.first.keys
     if isinstance(keys, Tensor) and keys.dim() == 4 and keys.shape[0] != rows:
         raise SparseKVError(f"the cache holds {keys.shape[0]} rows and input_ids have {rows}; give every row of the "
-                            "cache its next tokens")
+                            "cache its next tokens, or repeat rows by batch_repeat_interleave")
 
 
 def end_tokens(eos: int | Sequence[int] | Tensor | None) -> list[int]:

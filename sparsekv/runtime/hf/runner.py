@@ -107,6 +107,7 @@ class Runner:
     def _prefill_sparsely(self, reader: ReadsPrompts, module: Any, cache: SparseCache, query: Tensor, key: Tensor,
                           value: Tensor, mask: Tensor | None, scale: float, sinks: Tensor | None) -> Tensor:
         """A prompt, or a part of one."""
+        self.counters.sparse_prompts += 1
         device = query.device
         regions = Regions.at_prefill_end(self._starts(mask, query.shape[0], device), key.shape[2], 0, 0)
         view = LayerView(key.to(device), value.to(device), regions, scale, query.shape[1], module.layer_idx,

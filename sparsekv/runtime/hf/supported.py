@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from sparsekv.artifacts.hub.families import check_family
+from sparsekv.artifacts.hub.models import attention_modules
 from sparsekv.artifacts.hub.named import find_artifacts
 from sparsekv.artifacts.phi import PhiArtifact
 from sparsekv.artifacts.router import RouterArtifact
@@ -17,12 +20,56 @@ from sparsekv.util.errors import SparseKVError
 ARTIFACTS: dict[str, type[RouterArtifact] | type[PhiArtifact]] = {"router": RouterArtifact, "phi": PhiArtifact}
 
 
-def check_model(model: Any) -> None:
+def model_within(model: Any) -> Any:
+    """The transformers model in a wrapper such as PEFT's or DataParallel's, whose passes all go through it; a model
+    that is none itself. Raises SparseKVError for what cannot be attached to."""
     if not isinstance(model, nn.Module):
         raise SparseKVError(f"attach expects a transformers model, found {type(model).__name__}")
-    if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
-        raise SparseKVError("attach works on the model itself, found one wrapped by torch.compile; attach to the "
-                            "uncompiled model (model._orig_mod, or load it again)")
+    check_uncompiled(holders(model, attention_modules(model)))
+    if not isinstance(model, PreTrainedModel):
+        found = next((m for m in model.modules() if isinstance(m, PreTrainedModel) and m.can_generate()), None)
+        model = model if found is None else found
+    check_model(model)
+    return model
+
+
+def holders(model: nn.Module, modules: dict[int, Any]) -> list[tuple[Any, str, Any]]:
+    """The model, its attention modules and all in between, each with what holds it and by which name."""
+    inside = set(modules.values())
+    found: dict[str, tuple[Any, str, Any]] = {"": (None, "", model)}
+    for path, module in model.named_modules():
+        if module in inside:
+            parts = path.split(".")
+            for n in range(len(parts)):
+                parent = model.get_submodule(".".join(parts[:n]))
+                found[".".join(parts[:n + 1])] = parent, parts[n], parent._modules[parts[n]]
+    return list(found.values())
+
+
+def check_uncompiled(holders: Iterable[tuple[Any, str, nn.Module]]) -> None:
+    """Raises SparseKVError for a module whose pass is compiled, since compiled code calls no attention of sparsekv's,
+    and for one that another has replaced."""
+    for parent, name, module in holders:
+        forward = module.__dict__.get("forward")
+        if parent is not None and parent._modules.get(name) is not module:
+            raise SparseKVError(f"{type(parent).__name__}.{name} was replaced while the model is attached"
+                                f"{', by one compiled by torch.compile' if _wraps(parent._modules.get(name)) else ''}; "
+                                "change models before attach")
+        if (_wraps(module) or getattr(module, "_compiled_call_impl", None) is not None
+                or (hasattr(forward, "_torchdynamo_orig_callable")
+                    and not hasattr(forward, "_torchdynamo_disable"))):
+            raise SparseKVError(f"attach works on the model itself, found a {type(module).__name__} compiled by "
+                                "torch.compile, which would decode without sparsekv; use the uncompiled model "
+                                "(model._orig_mod, or load it again)")
+
+
+def _wraps(module: Any) -> bool:
+    """Whether it is what torch.compile makes of a module."""
+    return "_orig_mod" in getattr(module, "_modules", ())
+
+
+def check_model(model: nn.Module) -> None:
+    """Raises SparseKVError for a model that cannot be attached to, before anything is changed."""
     if not hasattr(model, "config"):
         raise SparseKVError(f"attach expects a transformers model with a config, found {type(model).__name__}")
     for name, parameter in model.named_parameters():
@@ -33,6 +80,14 @@ def check_model(model: Any) -> None:
         raise SparseKVError(f"{type(model).__name__} is an encoder-decoder model; sparsekv works on decoder-only "
                             "models")
     check_family(model)
+
+
+def check_attentions(arguments: dict[str, Any], *configs: Any) -> None:
+    """Raises SparseKVError where a call, or else one of the configurations, asks for the attention's weights."""
+    asked = arguments.get("output_attentions")
+    if asked or (asked is None and any(getattr(config, "output_attentions", None) for config in configs)):
+        raise SparseKVError("output_attentions=True asks for attentions of all tokens, which are never computed while "
+                            "a model is attached; ask outside the block, with attn_implementation='eager'")
 
 
 def check_cache(cache: Any) -> None:
