@@ -343,8 +343,9 @@ def launch_attend(
     probes = 0 if buckets is None else buckets.shape[2]
     splits = max(1 if pages is None else PAGED_SPLITS, _slices(how, count * heads))
     ahead = 0
-    if anchored is not None:  # the list alone is left
+    if anchored is not None:  # the list alone is left, in as many slices as there is room for beside the anchors'
         ahead, sink_size, starts, tail_starts = anchored.slices, 0, lengths, lengths
+        splits = anchored.out.shape[2] - ahead
 
     def fresh(*shape: int) -> Tensor:
         return torch.empty(*shape, dtype=torch.float32, device=device)
