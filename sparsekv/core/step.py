@@ -143,14 +143,14 @@ class LayerState:
         if len(kept) < len(self._moves):
             if type(self.view) is not LayerView or not kept:
                 return None
-            self._back(kept)
+            self._back(self.view, kept)
         self.view.crop(length)
         return self
 
     @torch.no_grad()
-    def _back(self, moves: list[tuple[int, Regions]]) -> None:
+    def _back(self, view: LayerView, moves: list[tuple[int, Regions]]) -> None:
         """The borders go back: what was built is built and grown again."""
-        view, self._moves = self.view, moves
+        self._moves = moves
         whole = view.keys, view.values
         for number, (_, regions) in enumerate(moves):
             old, view.regions = view.regions.grown(regions.length), regions

@@ -209,7 +209,7 @@ class Evaluator:
             own = CentroidEstimator(equal_buckets(self._cache_tokens(method), self.shape["head_dim"]))
         elif completion == "uniform":
             own = UniformEstimator(max(1, round(self._cache_tokens(method))))
-        trained = {kind: self.artifacts.get(kind) for kind in method.artifacts}
+        trained: dict[str, Any] = {kind: self.artifacts.get(kind) for kind in method.uses}
         return attach(self.model, config=config, completion=own, run=run, **trained)
 
     def _measure(self, batch: AnswerBatch, requests: list[Question], method: Method, goes_on: bool) -> None:
@@ -233,7 +233,7 @@ class Evaluator:
             own = [i for i, r in enumerate(requests) if r.case == case]
             line: dict[str, Any] = {"case": case, "method": method.name, "budget": method.budget,
                                     "indices": [requests[i].index for i in own],
-                                    **{k: self.digests[k] for k in method.artifacts}}
+                                    **{k: self.digests[k] for k in method.uses if k in self.digests}}
             if case in barred:
                 line["infeasible"] = True
             else:

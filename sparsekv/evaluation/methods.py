@@ -46,9 +46,14 @@ class Method:
     @property
     def artifacts(self) -> list[str]:
         """Which trained artifacts it needs: `router`, `phi`."""
+        row = row_of(self.selector)
+        return [kind for kind in self.uses if kind != "router" or row is None or not row.untrained]
+
+    @property
+    def uses(self) -> list[str]:
+        """Which of `router` and `phi` it decodes with where they are there."""
         rows = (row_of(self.selector), ESTIMATOR_ROWS.get(self.completion))
-        return [kind for row in rows if row is not None and not getattr(row, "untrained", False)
-                for kind in row.needs if kind != "sketches"]
+        return [kind for row in rows if row is not None for kind in row.needs if kind != "sketches"]
 
 
 def parse_methods(

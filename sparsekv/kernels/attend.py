@@ -326,9 +326,10 @@ def launch_attend(
     count, heads_q, dim = q.shape
     heads = k.shape[1] if tokens.shape[1] == 1 else tokens.shape[1]
     group, width = heads_q // heads, padded(dim)
-    by_buckets = completion is not None and isinstance(completion.keys, KeyBuckets)
-    plain = completion is None or by_buckets
-    how = BY_BUCKETS if by_buckets else PLAIN if plain else _completed_how(q, _maps(completion).w_out.shape[-2:], group)
+    how: Launch | None = PLAIN
+    if completion is not None:
+        by_buckets = isinstance(completion.keys, KeyBuckets)
+        how = BY_BUCKETS if by_buckets else _completed_how(q, _maps(completion).w_out.shape[-2:], group)
     if how is None:
         listed = tokens if offsets is None or buckets is None else bucket_tokens(tokens, offsets, buckets)
         return attend_tokens_reference(

@@ -30,13 +30,13 @@ class SparseConfig:
         "Feature-map artifact (folder or name), instead of that of the artifacts."))
     selector: str | None = option(None, objects="Selector", group=GROUP, help=lambda: (
         f"What chooses the tokens that are read: {', '.join(SELECTOR_ROWS)}. Without it sketch if the router has "
-        "sketches (and no probes are given), else router; dense without a router."))
+        "sketches (and no probes are given), else router; without one sketch where a budget is given, else dense."))
     token_budget: int | float | None = option(None, flag=float, min=0, group=GROUP, help=(
         "Tokens retrieved per query and KV head: below 1 (in Python and JSON: a float) a share of the context, from 1 "
         "on (an int) a count [tokens]; without it the selector's own."))
     completion: str | None = option(None, objects="Estimator", group=GROUP, help=lambda: (
         f"What estimates the attention to what is not read: {', '.join((*ESTIMATOR_ROWS, NONE))}; without it phi if "
-        "there are feature maps, else none."))
+        "there are feature maps, centroid where nothing was trained, else none."))
     probes: int | None = option(None, group=GROUP, help=(
         "Buckets read whole per query and KV head, instead of a token budget; selector router [buckets]."))
     candidates: float | None = option(None, group=GROUP, help=(

@@ -62,7 +62,8 @@ class LayerIndex:
         self.pages = pages = LayerPages(pool, uncoded, kind, scales)
         self.room, self.scale, self.rope, device = room, scale, rope, pool.device
         self.selector = copy.copy(selector)
-        self.selector.alone = False  # type: ignore[attr-defined]
+        # rows come and go between steps, and codes are written with their keys
+        self.selector.alone, self.selector.fit = False, "fixed"  # type: ignore[attr-defined]
         self.selector.layer = trained = _placed(selector.trained, device, pages.kind)
         self.made: list[tuple[Router | None, PhiEstimator | None]] = [(None, None)] * room.seats
         nowhere = torch.zeros(1, dtype=torch.int64, device=device)
