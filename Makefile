@@ -30,10 +30,10 @@ eval-smoke: $(STAMP)  ## one RULER task at 1k tokens on a CPU, in under three mi
 	  --tasks niah_single_1 --lengths 1024 --samples 3 --methods streaming,topk,quest --budgets 0.02,0.1
 
 test: $(STAMP)  ## the tests that need neither a GPU nor a network (6 minutes on two cores)
-	$(BIN)/python -m pytest -n auto --dist loadgroup --durations=10
+	$(BIN)/python -m pytest -n auto --dist loadscope --durations=10
 
 test-slow: $(STAMP)  ## all shapes, types and draws of the quick tests, and the long ones (hours on two cores)
-	$(BIN)/python -m pytest -m slow -n auto --dist loadgroup --durations=10
+	$(BIN)/python -m pytest -m slow -n auto --dist loadscope --durations=10
 
 test-gpu: $(STAMP)  ## the kernels on a CUDA device
 	$(BIN)/python -m pytest -m gpu
