@@ -57,10 +57,17 @@ class Decoding:
     rule: DenseRule | None = None
     """The rule by which a cache was last decoded sparsely or not."""
 
-    def short_until(self, key: Tensor, length: int) -> int:
+    @property
+    def by_cpu(self) -> bool:
+        """Whether the CPU attends to keys and values that lie in its memory; else the device does, which reads what is
+        selected there."""
+        return self.placement == "cpu" or self.selector.scores_keys
+
+    def short_until(self, key: Tensor, length: int, on_host: bool = False) -> int:
         """The length below which a cache with such keys `[B, Hkv, N, d]` decodes with full attention [tokens]; of a
-        cache of a `length` that is too short to be timed, the length from which it is."""
-        on_host, times = self.placement != "gpu", None
+        cache of a `length` that is too short to be timed, the length from which it is. on_host: the keys lie in CPU
+        memory, which a device attends to."""
+        times = None
         if self.first_sparse is None:
             return self.dense_below or 0
         if self.dense_below is None and not on_host:

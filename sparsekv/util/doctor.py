@@ -202,11 +202,12 @@ def _kernels() -> Ability:
 def _launched(what: str) -> Ability:
     import torch
 
-    from sparsekv.kernels.gather import launch_gather
+    from sparsekv.kernels import fetch_rows
 
     try:
         rows: Any = torch.arange(32.0, device="cuda").reshape(1, 1, 2, 16)
-        right = bool((launch_gather(rows, torch.tensor([[[1]]], device="cuda"))[0, 0, 0] == rows[0, 0, 1]).all())
+        fetch_rows(rows, torch.tensor([[[1]]], device="cuda"), found := torch.empty_like(rows))
+        right = bool((found[0, 0, 0] == rows[0, 0, 1]).all())
     except Exception as error:  # a compiler, a driver, a device that is full
         return Ability(what, False, f"a kernel failed ({first_line(error)})",
                        "sparsekv generate --device cpu works without")
