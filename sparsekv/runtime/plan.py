@@ -151,6 +151,7 @@ class Plan:
         window = self.windows[index]
         append_token(key, value, keys, values, self.seen[window][1])
         if isinstance(view, HostView):
+            assert view.near.data is not None
             keys, values = view.near.data.chunk(2, dim=-1)
             append_token(key, value, keys, values, self.ends[view.near.shift])
         if state is None or view is None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from sparsekv.util.config import option
 from sparsekv.util.errors import first_line
+from sparsekv.util.memory import free_host_memory, memory_of
 from sparsekv.util.records import as_json
 
 DISTRIBUTIONS = {"faiss": "faiss-cpu", "lm_eval": "lm-eval"}
@@ -138,11 +139,7 @@ def _machine() -> dict[str, str]:
 
 def _memory() -> str:
     try:
-        page = os.sysconf("SC_PAGE_SIZE")
-        free, whole = (page * os.sysconf(name) / 1e9 for name in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES"))
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines() if Path("/proc/meminfo").exists() else []
-        available = [int(line.split()[1]) * 1024 / 1e9 for line in lines if line.startswith("MemAvailable")]
-        return f"{(available or [free])[0]:.1f} of {whole:.1f} GB free"
+        return f"{free_host_memory() / 1e9:.1f} of {memory_of('cpu') / 1e9:.1f} GB free"
     except (OSError, ValueError):
         return "unknown"
 

@@ -97,6 +97,7 @@ class Attachment:
     def __init__(self, model: Any, modules: dict[int, Any], decoding: Decoding, run: RunOptions):
         self.model, self.modules, self.decoding = model, modules, decoding
         self.runner = Runner(decoding, run, max(modules) + 1)
+        self.kv_places: dict[str, int] = {}
         self._entered = self._was_entered = False
 
     @property
@@ -140,10 +141,12 @@ class Attachment:
         index_seconds: building index and estimates, in the last pass of a prompt or the first step after it [s].
         replayed_steps, captures and capture_seconds [s]: steps of CUDA graphs; not_replayed: why the last step that was
         not could not be, or None. sparse_from: the length from which caches decode sparsely [tokens], None: none does,
-        or it is not known yet; sparse_why: what decided that."""
+        or it is not known yet; sparse_why: what decided that. kv_places: keys and values of the last cache that was
+        made with room for a prompt, on the GPU (`gpu_bytes`) and in CPU memory (`host_bytes`)."""
         rule = self.decoding.rule
         known = None if rule is None or rule.shortest == NEVER else rule.shortest
-        return {**self.counters.report(), "sparse_from": known, "sparse_why": self.decoding.why()}
+        return {**self.counters.report(), "sparse_from": known, "sparse_why": self.decoding.why(),
+                "kv_places": self.kv_places}
 
     def spend(self, token_budget: int | float, cache: SparseCache) -> None:
         """Decode with another budget from here on. What was built over the prompt in the cache stays where it does not
@@ -156,9 +159,11 @@ class Attachment:
             if isinstance(layer, SparseLayer) and layer.state is not None and layer.state.owner is self.decoding:
                 layer.state = layer.state.spend(token_budget)
 
-    def cache(self, reserve: int = 0) -> SparseCache:
-        """An empty cache for this model, with room for `reserve` tokens from the first on."""
-        host = set() if self.decoding.placement == "gpu" else set(self.modules) - self.decoding.dense_layers
+    def cache(self, reserve: int = 0, on_host: bool | None = None) -> SparseCache:
+        """An empty cache for this model, with room for `reserve` tokens from the first on. on_host: whether layers that
+        decode sparsely keep keys and values in CPU memory; by default as the placement says."""
+        away = self.decoding.placement != "gpu" if on_host is None else on_host
+        host = set(self.modules) - self.decoding.dense_layers if away else set()
         return SparseCache(self.model.config, host_layers=host, reserve=reserve)
 
     @torch.no_grad()
@@ -170,7 +175,8 @@ class Attachment:
         seat = hooks.seat_of(self)
         check_ids(input_ids, vocabulary_of(self.model))
         check_chunk(chunk_size)
-        cache = self._checked(input_ids, attention_mask, self.cache() if cache is None else cache)
+        cache = roomy_cache(self, *input_ids.shape, 0) if cache is None else cache
+        cache = self._checked(input_ids, attention_mask, cache)
         with seat.passing():
             cache.belongs_to(self.model)
             past, tokens = cache.get_seq_length(), input_ids.shape[1]

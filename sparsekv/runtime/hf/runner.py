@@ -219,8 +219,9 @@ class Runner:
         starts = next((s.view.regions.starts for s in states if s is not None), None)
         if starts is None:
             starts = self._starts(mask, first.keys.shape[0], first.device)
+        on_host = any(isinstance(layer, HostLayer) for layer in cache.layers)
         until = None if all(s is not None or i in self.decoding.dense_layers for i, s in enumerate(states)) else (
-            self.decoding.short_until(first.keys, length + 1, any(isinstance(layer, HostLayer) for layer in cache.layers)))
+            self.decoding.short_until(first.keys, length + 1, on_host))
         ropes = {key: (table, how) for key, table in cache.rope.items()
                  if table.length == length and (how := seat.ropes.get(key)) is not None}
         steady = (ours and held.data[0] is first.data and held.length == length) or cache.settled

@@ -23,8 +23,8 @@ def page_locked(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     place, runtime = held.ctypes.data + first, torch.cuda.cudart()
     error = runtime.cudaHostRegister(place, size, 0)
     if error != runtime.cudaError.success:
-        raise SparseKVError(f"{size / 1e9:.3g} GB of CPU memory could not be locked for keys and values ({error}); free "
-                            "memory, shorten prompt or answer, or keep keys on the GPU (placement='gpu')")
+        raise SparseKVError(f"{size / 1e9:.3g} GB of CPU memory could not be locked for keys and values ({error}); "
+                            "free memory, shorten prompt or answer, or keep keys on the GPU (placement='gpu')")
     weakref.finalize(held, _unlock, place).atexit = False
     return torch.from_numpy(held[first:first + math.prod(shape) * dtype.itemsize]).view(dtype).view(shape)
 
@@ -96,10 +96,12 @@ class Growing:
     def take_rows(self, index: Tensor) -> None:
         """Keep the chosen rows of the first dimension, in that order."""
         old, index = self.view, index.to(self.view.device)
+        if not (self.on_host and torch.cuda.is_available()):
+            self.replace(old[index])
+            return
+        torch.cuda.synchronize()  # steps may still write what the CPU copies
         data = self.empty((len(index), *old.shape[1:]), old)
-        if data.is_pinned():
-            torch.cuda.synchronize()  # steps may still write what the CPU copies
-        self.replace(torch.index_select(old, 0, index, out=data))
+        self.replace(torch.index_select(old.detach(), 0, index, out=data))
 
     def fork(self) -> Growing:
         """A copy that shares the tensor; whoever appends first makes it its own."""
