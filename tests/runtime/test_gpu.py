@@ -75,6 +75,28 @@ def test_rows_fetched_from_the_host_give_the_same_logits(selector: str, scores: 
         assert int((~same).sum()) <= limit, f"{placement}: {(~same).nonzero().flatten()}"
 
 
+@pytest.mark.parametrize("completion", ["none", "phi"])
+def test_steps_over_host_memory_are_captured(completion: str) -> None:
+    """Rows of two lengths, a prompt in chunks, borders that move, and a fork: the tokens of keys on the GPU."""
+    model = fresh().to("cuda", torch.bfloat16)
+    router, phi = artifacts(model, scores="mean_key")
+    ids = torch.cat([prompt(200), prompt(200).flip(1)]).cuda()
+    mask = torch.ones_like(ids)
+    mask[0, :37] = 0
+    made: dict[str, list[torch.Tensor]] = {}
+    for placement in ("gpu", "offload"):
+        with attach(model, router=router, phi=phi, selector="router", completion=completion, token_budget=20,
+                    decode_window=16, placement=placement) as attachment:
+            cache = attachment.prefill(ids, mask, chunk_size=70)
+            fork, more = cache.fork(), torch.cat([mask, mask[:, :1] * 0 + 1], dim=1)
+            made[placement] = [attachment.generate(ids[:, :1], more, max_new_tokens=60, cache=held, eos_token_id=[])
+                               for held in (cache, fork)]
+            report = attachment.report()
+            assert report["captures"] >= 4 and report["not_replayed"] is None, report
+    for there, here in zip(made["offload"], made["gpu"], strict=True):
+        assert torch.equal(there, here)
+
+
 def test_a_prefill_in_chunks_in_half_precision_is_the_prefill() -> None:
     model, ids = fresh().to("cuda", torch.bfloat16), prompt(300).cuda()
     with torch.inference_mode(), attach(model, selector="topk", token_budget=20) as attachment:
