@@ -1,7 +1,7 @@
 """Attention step and index build of every selector against dense attention.
 
-`python benchmarks/runtime.py cpu` measures on the CPU, `report` writes the page's tables; keys in CPU memory beside a GPU
-are `offload.py`'s. Every selector is checked first: where it may read everything its output must
+`python benchmarks/runtime.py cpu` measures on the CPU, `report` writes the page's tables; keys in CPU memory beside a
+GPU are `offload.py`'s. Every selector is checked first: where it may read everything its output must
 be dense attention's. Keys are drawn from a mixture of 512 directions; queries follow a few of them for a while, as in a
 model, so that attention is peaked and what was read before is worth reading again.
 """
@@ -15,7 +15,6 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,11 +22,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks._phi import random_phi
 from benchmarks._rows import RESULTS, fill, row, take_over
 from sparsekv.artifacts.router import RouterLayer
 from sparsekv.core.cost import read_shares
-from sparsekv.core.estimators import Estimator, PhiEstimator
+from sparsekv.core.estimators import Estimator
 from sparsekv.core.layer import LayerView, Queries
 from sparsekv.core.regions import Regions
 from sparsekv.core.selectors import SELECTORS, Selector

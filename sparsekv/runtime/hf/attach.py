@@ -175,11 +175,12 @@ class Attachment:
         seat = hooks.seat_of(self)
         check_ids(input_ids, vocabulary_of(self.model))
         check_chunk(chunk_size)
-        cache = roomy_cache(self, *input_ids.shape, 0) if cache is None else cache
+        rows, tokens = input_ids.shape
+        cache = roomy_cache(self, rows, tokens, 0) if cache is None else cache
         cache = self._checked(input_ids, attention_mask, cache)
         with seat.passing():
             cache.belongs_to(self.model)
-            past, tokens = cache.get_seq_length(), input_ids.shape[1]
+            past = cache.get_seq_length()
             end = past + tokens
             try:
                 self.runner.prefilling, self.runner.whole = True, end
