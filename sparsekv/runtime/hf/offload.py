@@ -15,7 +15,7 @@ from sparsekv.core.layer import CacheLayer, Queries, Selection
 from sparsekv.core.regions import Regions
 from sparsekv.core.rope import RopeTable
 from sparsekv.core.selectors.base import Selector
-from sparsekv.kernels import Anchored, CompletionQuery, attend_tokens, fetch_rows
+from sparsekv.kernels import Anchored, CompletionQuery, KeyBuckets, attend_tokens, fetch_rows
 
 SPARE = 64
 """Tokens that `Near` has room for beyond the longest tail."""
@@ -146,8 +146,10 @@ class HostView(CacheLayer):
         anchored: Anchored | None = None,
     ) -> tuple[Tensor, Tensor]:
         assert anchored is None and not selection.contiguous
-        _, places = self._fetch(selection, self.listed(selection))
+        tokens, places = self._fetch(selection, self.listed(selection))
         near = self.near
+        if completion is not None and isinstance(completion.keys, KeyBuckets):
+            completion = completion._replace(keys=KeyBuckets(self._of_slots(completion.keys.number, tokens)))
         assert near.data is not None
         keys, values = near.data.chunk(2, dim=-1)
         ends = self.ends.get(near.shift)
@@ -202,6 +204,14 @@ class HostView(CacheLayer):
         if self._moved is None:
             self._moved = self.keys_at(0, self.both.shape[2]), self.values_at(0, self.both.shape[2])
         return self._moved
+
+    def _of_slots(self, number: Tensor, tokens: Tensor) -> Tensor:
+        """What is known by token, `[B or 1, Hkv, N]`, by the slots that listed tokens `[Q, H, K]` were fetched to."""
+        (rows, heads_kv), (count, heads, width) = self.both.shape[:2], tokens.shape
+        by_row = tokens.reshape(rows, count // rows, heads_kv, heads // heads_kv, width).transpose(1, 2).flatten(2)
+        if not number.shape[2]:
+            return number.new_zeros(by_row.shape)
+        return number.expand(rows, -1, -1).gather(2, by_row.long().clamp(min=0))
 
     def _fetch(self, selection: Selection | None, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Listed tokens `[Q, H, K]` to the first slots, and their slots."""
