@@ -63,7 +63,7 @@ class Near:
         if self.data is None or end > self.room:
             self.data = None
         else:
-            self.data[:, :, past + self.shift:end + self.shift] = new
+            self.data[:, :, past + self.shift:end + self.shift] = new.detach()
 
     def make_lists(self, count: int) -> None:
         """Room for so many fetched tokens, and not for many more."""

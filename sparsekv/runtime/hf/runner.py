@@ -117,7 +117,7 @@ class Runner:
 
     def _warm(self, index: int, query: Tensor, key: Tensor) -> None:
         """Of a prompt that is long enough to be decoded sparsely: maps and kernels are loaded beside it."""
-        decoding, device = self.decoding, key.device
+        decoding, device = self.decoding, query.device
         least = shortest(device, decoding.sink_size, decoding.window_size) if decoding.dense_below is None else (
             decoding.dense_below)
         if key.shape[2] < least:

@@ -78,8 +78,9 @@ class Growing:
         if not (self.on_host and new.is_cuda):
             place.copy_(new)
             return
-        for part, rows in zip(place.flatten(0, -3), new.flatten(0, -3).contiguous(), strict=True):
-            part.copy_(rows, non_blocking=True)
+        parts, rows = place.flatten(0, -3), new.detach().flatten(0, -3).contiguous()
+        for i in range(len(rows)):
+            parts[i].copy_(rows[i], non_blocking=True)
 
     @property
     def room(self) -> int:
