@@ -1,9 +1,9 @@
 """Attention step and index build of every selector against dense attention.
 
-`python benchmarks/runtime.py cpu` measures on the CPU, `python benchmarks/runtime.py offload --output DIR` on a CUDA
-device. Every selector is checked first: where it may read everything its output must
-be dense attention's. Keys are drawn from a mixture of 512 directions; queries follow a few of them for a while, as in a
-model, so that attention is peaked and what was read before is worth reading again.
+`python benchmarks/runtime.py` measures on the CPU; keys in CPU memory beside a GPU are `offload.py`'s. Every selector
+is checked first: where it may read everything its output must be dense attention's. Keys are drawn from a mixture of
+512 directions; queries follow a few of them for a while, as in a model, so that attention is peaked and what was read
+before is worth reading again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import importlib.util
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,18 +21,16 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks._phi import random_phi
 from benchmarks._rows import RESULTS, row, take_over
 from sparsekv.artifacts.router import RouterLayer
 from sparsekv.core.cost import read_shares
-from sparsekv.core.estimators import Estimator, PhiEstimator
+from sparsekv.core.estimators import Estimator
 from sparsekv.core.layer import LayerView, Queries
 from sparsekv.core.regions import Regions
 from sparsekv.core.selectors import SELECTORS, Selector
 from sparsekv.core.sketch import fit_sketch, second_moment
 from sparsekv.core.step import build, sparse_step
 from sparsekv.kernels import QueryModel, dense_attention
-from sparsekv.runtime.hf.offload import HostView
 
 BUDGET, BUCKETS, HIDDEN = 0.02, 1024, 1024
 OFFLOADED_SHARES = (0.01, 0.02, 0.05, 0.1, 0.2)
@@ -188,82 +185,8 @@ def step(
     return done.out
 
 
-def offloaded_view(view: LayerView) -> HostView:
-    """The same layer with its keys and values in page-locked CPU memory."""
-    on_host = HostView(**{**vars(view), "keys": view.keys.cpu().pin_memory(), "values": view.values.cpu().pin_memory()})
-    on_host.keep_anchors(view.keys, view.values)
-    return on_host
-
-
-def offloaded(layer: Layer) -> dict[str, Callable[[], tuple[Selector, Estimator | None]]]:
-    """What is measured with the cache in CPU memory: buckets, sketches at several budgets, and with φ at the least."""
-    def sketched(share: float) -> Selector:
-        return SELECTORS["sketch"](token_budget=share, layer=bench_router(layer, "mean_key"))
-
-    return {"router": lambda: (SELECTORS["router"](token_budget=BUDGET, layer=bench_router(layer)), None),
-            **{f"sketch-{share:.0%}": functools.partial(lambda share: (sketched(share), None), share)
-               for share in OFFLOADED_SHARES},
-            f"sketch-{OFFLOADED_SHARES[0]:.0%}+phi": lambda: (
-                sketched(OFFLOADED_SHARES[0]), PhiEstimator(random_phi(*SHAPES["8b"], layer.keys.device)))}
-
-
-@torch.inference_mode()
-def offload(lengths: list[int], wanted: list[str] | None, steps: int) -> list[dict[str, Any]]:
-    """One 8B-shaped layer in bfloat16 with its cache in CPU memory."""
-    rows: list[dict[str, Any]] = []
-    for length in lengths:
-        layer = make_layer("8b", length, steps + 2, "cuda", torch.bfloat16)
-        names = list(offloaded(layer))
-        dense = median_us(functools.partial(dense_step, layer, view_of(layer, length)), steps, torch.cuda.synchronize)
-        case = f"offload-{length // 1024}k"
-        rows.append(row(case, "sdpa-on-gpu", "us", dense, "µs/layer step"))
-        del layer
-        for name in names:
-            if wanted is None or name in wanted:
-                rows += offload_one(case, name, length, steps)
-                torch.cuda.empty_cache()
-    return rows
-
-
-def offload_one(case: str, name: str, length: int, steps: int) -> list[dict[str, Any]]:
-    """A method's rows, first checked against the same step over a cache on the GPU."""
-    sync, gigabyte = torch.cuda.synchronize, 2**30
-    layer = make_layer("8b", length, steps + 2, "cuda", torch.bfloat16)
-    view = view_of(layer, length)
-    selector, estimator = offloaded(layer)[name]()
-    sync()
-    start = time.perf_counter()
-    build(view, selector, estimator)
-    sync()
-    seconds = time.perf_counter() - start
-    away = offloaded_view(view)
-    with_all = step(layer, view, selector, [], 0, estimator).float()
-    here = median_us(functools.partial(step, layer, view, selector, [], estimator=estimator), steps, sync)
-    if isinstance(estimator, PhiEstimator):
-        estimator.in_place = False  # as it is where it was built over keys in CPU memory
-    error = float((step(layer, away, selector, [], 0, estimator).float() - with_all).norm() / with_all.norm())
-    assert error < 1e-2, f"offloaded attention differs by {error}"
-    q_layer = layer._replace(keys=layer.keys[:, :, :1].clone(), values=layer.values[:, :, :1].clone())
-    everything = torch.cuda.memory_allocated()
-    del layer, view
-    held = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    us = median_us(functools.partial(step, q_layer, away, selector, [], estimator=estimator), steps, sync)
-    peak = torch.cuda.max_memory_allocated()
-    moved = int(selector.budget[0]) * 2 * away.keys[0, :, 0].numel() * away.keys.element_size()
-    print(f"{case} {name} {us:.0f} µs, {moved / 1e6:.1f} MB, peak {peak / gigabyte:.3f} GiB, held "
-          f"{held / gigabyte:.3f}; on gpu {here:.0f} µs, {everything / gigabyte:.3f} GiB; error {error:.1e}",
-          flush=True)
-    return [row(case, name, "us", us, "µs/layer step"), row(case, name, "bytes", moved, "B/layer step"),
-            row(case, name, "peak_gb", peak / gigabyte, "GiB"),
-            row(case, name, "build_seconds", seconds * 100_000 / length, "s per 100k tokens and layer"),
-            row(case, f"{name}-on-gpu", "us", here, "µs/layer step"),
-            row(case, f"{name}-on-gpu", "peak_gb", everything / gigabyte, "GiB")]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["cpu", "offload"])
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 32768, 131072], help="keys [tokens]")
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--selectors", nargs="+", default=None)
@@ -272,10 +195,7 @@ def main() -> None:
     parser.add_argument("--dry", action="store_true", help="print only")
     options = parser.parse_args()
     check()
-    if options.what == "cpu":
-        rows = cpu(options.lengths, options.shapes, options.selectors, options.steps)
-    else:
-        rows = offload(options.lengths, options.selectors, options.steps)
+    rows = cpu(options.lengths, options.shapes, options.selectors, options.steps)
     if not options.dry:
         take_over("runtime", rows, options.output)
 

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from sparsekv.kernels.launch import power_of_two
 
-HOST_BLOCK = 16
+FETCHED = 16
+"""Rows that a program of `fetch_rows` copies."""
 
 
 def gather_rows(x: Tensor, index: Tensor, *, pinned: bool = False) -> Tensor:
@@ -45,24 +46,38 @@ def slots_at(table: Tensor, places: Tensor, page: int) -> Tensor:
     return table.gather(1, block).long() * page + places % page
 
 
-def gather_from_host(source: Tensor, index: Tensor) -> Tensor:
-    """`gather_rows` of a page-locked host tensor, read by the GPU itself over the bus: no CPU work, no synchronisation.
+def fetch_rows(source: Tensor, index: Tensor, out: Tensor) -> Tensor:
+    """Copy listed tokens of a cache to the first slots of another, and say where each lies.
 
-    source `[B, H, N, d]`, its last dimension contiguous; index `[Q, H, K]` on the device -> `[Q, H, K, d]` on the
-    device. Where index is on the host too it is `gather_rows`.
+    source `[B, Hkv, N, d]` in memory of the device, or page-locked in the host's, which the device then reads by itself
+    over the bus: no work of the CPU, no wait. index `[Q, H, K]` on the device, H a multiple of Hkv, -1 = none; out
+    `[B, Hkv, slots ≥ Q / B · H / Hkv · K, d]` there, the last dimensions contiguous: the lists of a row and KV head lie
+    end to end, query by query, with zeros where a list has no token. Returns the slots, `[Q, H, K]` int32, -1 = none.
     """
-    return launch_gather(source, index) if index.is_cuda else gather_rows(source, index)
+    return (launch_fetch if index.is_cuda else fetch_rows_reference)(source, index, out)
 
 
-def launch_gather(source: Tensor, index: Tensor) -> Tensor:
-    """`gather_from_host` through Triton."""
-    from sparsekv.kernels.gather_triton import gather_kernel
+def fetch_rows_reference(source: Tensor, index: Tensor, out: Tensor) -> Tensor:
+    """`fetch_rows` in plain torch."""
+    (batch, heads_kv), (count, heads, width) = source.shape[:2], index.shape
+    lists = index.reshape(batch, count // batch, heads_kv, heads // heads_kv, width).transpose(1, 2)
+    listed = lists.flatten(2)
+    if source.shape[2]:
+        rows = gather_rows(source, listed.clamp(min=0).long()).to(out.device)
+        out[:, :, :listed.shape[2]] = rows.masked_fill(listed[..., None] < 0, 0)
+    places = torch.arange(listed.shape[2], dtype=torch.int32, device=index.device).view(lists.shape[2:])
+    return torch.where(lists >= 0, places, -1).transpose(1, 2).reshape(index.shape)
 
-    count, heads, width = index.shape
+
+def launch_fetch(source: Tensor, index: Tensor, out: Tensor) -> Tensor:
+    """`fetch_rows` through Triton."""
+    from sparsekv.kernels.gather_triton import fetch_kernel
+
+    (batch, heads_kv), (count, heads, width) = source.shape[:2], index.shape
     dim = source.shape[-1]
-    out = torch.empty(count, heads, width, dim, dtype=source.dtype, device=index.device)
-    if out.numel():
-        gather_kernel[(-(-width // HOST_BLOCK), count * heads)](
-            source, index.contiguous(), out, width, heads, count // source.shape[0], *source.stride()[:3], DIM=dim,
-            WIDTH=power_of_two(dim), BLOCK=HOST_BLOCK)
-    return out
+    places = torch.empty(index.shape, dtype=torch.int32, device=index.device)
+    if places.numel():
+        fetch_kernel[(-(-width // FETCHED), count * heads)](
+            source, index.contiguous(), out, places, width, heads, count // batch, *source.stride()[:3],
+            *out.stride()[:3], LISTS=heads // heads_kv, DIM=dim, WIDTH=power_of_two(dim), BLOCK=FETCHED)
+    return places

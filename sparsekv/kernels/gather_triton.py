@@ -5,20 +5,26 @@ import triton.language as tl
 
 
 @triton.jit
-def gather_kernel(
-    source, index, out, count, heads, per_row, s_row, s_head, s_token,
-    DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+def fetch_kernel(
+    source, index, out, places, count, heads, per_row, s_row, s_head, s_token, o_row, o_head, o_token,
+    LISTS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """BLOCK tokens of one query and head."""
+    """BLOCK tokens of one list, one of LISTS of a KV head."""
     # grid: (blocks of tokens, Q·H)
-    # source  [B, H, N, d]          in page-locked memory of the host; strides s_row, s_head, s_token; DIM = d
-    # index   [Q, H, K] integers    count = K
-    # out     [Q, H, K, d]          written
+    # source  [B, Hkv, N, d]        may lie in page-locked memory of the host; strides s_row, s_head, s_token; DIM = d
+    # index   [Q, H, K] integers    count = K, heads = H, per_row = Q / B; -1 = none
+    # out     [B, Hkv, slots, d]    written, zeros where there is no token; strides o_row, o_head, o_token
+    # places  [Q, H, K] int32       written: the slot of every token in `out`, -1 = none
     pair = tl.program_id(1).to(tl.int64)
-    slot = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    query, head = pair // heads, pair % heads
+    row, kv_head = query // per_row, head // LISTS
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     channel = tl.arange(0, WIDTH)
-    inside = (slot < count)[:, None] & (channel < DIM)[None, :]
-    token = tl.load(index + pair * count + slot, mask=slot < count, other=0).to(tl.int64)
-    first = (pair // heads // per_row) * s_row + (pair % heads) * s_head + token * s_token
-    values = tl.load(source + first[:, None] + channel[None, :], mask=inside, other=0.0)
-    tl.store(out + (pair * count + slot)[:, None] * DIM + channel[None, :], values, mask=inside)
+    inside, wide = at < count, (channel < DIM)[None, :]
+    token = tl.load(index + pair * count + at, mask=inside, other=-1).to(tl.int64)
+    slot = (query % per_row * LISTS + head % LISTS) * count + at
+    rows = tl.load(source + row * s_row + kv_head * s_head + token[:, None] * s_token + channel[None, :],
+                   mask=(token >= 0)[:, None] & wide, other=0.0)
+    tl.store(out + row * o_row + kv_head * o_head + slot[:, None] * o_token + channel[None, :], rows,
+             mask=inside[:, None] & wide)
+    tl.store(places + pair * count + at, tl.where(token >= 0, slot, -1).to(tl.int32), mask=inside)

@@ -3,6 +3,7 @@ them, of all layers at once."""
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sparsekv.core.layer import LayerView
-from sparsekv.core.regions import Regions
+from sparsekv.core.regions import Regions, TailRule
 from sparsekv.core.step import LayerState, build_layers
 from sparsekv.runtime.counters import Counters
 from sparsekv.runtime.decoding import Decoding
@@ -30,23 +31,24 @@ class AttentionSpec(NamedTuple):
     sinks: Tensor | None
 
 
-def decodes_sparsely(decoding: Decoding, index: int, keys: Any, length: int) -> bool:
-    """Whether a layer with such keys does, in a cache of `length` tokens: the one rule of dense or sparse."""
-    return index not in decoding.dense_layers and length >= decoding.short_until(keys, length)
+def decodes_sparsely(decoding: Decoding, index: int, layer: SparseLayer, length: int) -> bool:
+    """Whether such a layer does, in a cache of `length` tokens: the one rule of dense or sparse."""
+    return index not in decoding.dense_layers and length >= decoding.short_until(
+        layer.keys, length, isinstance(layer, HostLayer))
 
 
 def to_begin(
     decoding: Decoding, cache: SparseCache, called: dict[int, AttentionSpec], past: int, first: int | None = None,
 ) -> list[int]:
     """The layers of which decoding can begin after `past` tokens and has not. first: the layer that is asked for; those
-    whose keys lie in CPU memory begin one by one, as they are."""
+    that the CPU attends to begin one by one."""
     layers: list[Any] = cache.layers
-    if first is not None and isinstance(layers[first], HostLayer):
+    if first is not None and isinstance(layers[first], HostLayer) and decoding.by_cpu:
         return [first]
     return [i for i in sorted(called) if i < len(layers)
-            and type(layers[i]) is SparseLayer and layers[i].keys is not None and past <= layers[i].keys.shape[2]
+            and isinstance(layers[i], SparseLayer) and layers[i].keys is not None and past <= layers[i].keys.shape[2]
             and (layers[i].state is None or layers[i].state.owner is not decoding)
-            and decodes_sparsely(decoding, i, layers[i].keys, past + 1)]
+            and decodes_sparsely(decoding, i, layers[i], past + 1)]
 
 
 def begin(
@@ -56,30 +58,35 @@ def begin(
     """States of these layers over the first `past` tokens of the cache; starts `[B]`: the first real token of every
     row."""
     layers: list[Any] = cache.layers
-    on_host = isinstance(layers[which[0]], HostLayer) and decoding.placement == "offload"
-    places = [called[i].device if on_host else layers[i].keys.device for i in which]
-    began = _now(places)
+    on_host = [isinstance(layers[i], HostLayer) and not decoding.by_cpu for i in which]
+    places = [called[i].device if away else layers[i].keys.device for i, away in zip(which, on_host, strict=True)]
+    devices = [*places, *(called[i].device for i in which)]
+    began = _now(devices)
     regions = {device: Regions.at_prefill_end(starts.to(device), past, decoding.sink_size, decoding.window_size)
                for device in dict.fromkeys(places)}
-    kind = HostView if on_host else LayerView
-    stored = [tuple(x.to(device) for x in (layers[i].keys, layers[i].values))
-              for i, device in zip(which, places, strict=True)]
-    views = []
-    for i, device, (keys, values) in zip(which, places, stored, strict=True):
-        how, recent = called[i], layers[i].recent
-        recent = keys.new_empty(keys.shape[0], how.heads, 0, keys.shape[3]) if recent is None else recent.to(device)
-        views.append(kind(keys[:, :, :past], values[:, :, :past], regions[device], how.scale, how.heads, i, len(layers),
-                          cache.rope.get(how.kind), recent, layers[i].recent_end,
-                          sinks=None if how.sinks is None else how.sinks.detach().to(device)))
+    views: list[LayerView | HostView] = []
+    for i, device, away in zip(which, places, on_host, strict=True):
+        how, layer = called[i], layers[i]
+        rows, _, _, dim = layer.keys.shape
+        recent = layer.keys.new_empty(rows, how.heads, 0, dim) if layer.recent is None else layer.recent
+        given: dict[str, Any] = {
+            "regions": regions[device], "scale": how.scale, "num_query_heads": how.heads, "layer_idx": i,
+            "num_layers": len(layers), "rope": cache.rope.get(how.kind), "recent_queries": recent.to(device),
+            "recent_end": layer.recent_end, "sinks": None if how.sinks is None else how.sinks.detach().to(device)}
+        longest = TailRule(decoding.window_size, decoding.decode_window).longest
+        views.append(HostView(layer.both[:, :, :past], longest=longest, **given) if away else
+                     LayerView(layer.keys[:, :, :past], layer.values[:, :, :past], **given))
     selectors = [decoding.selector_of(*one) for one in zip(which, places, strict=True)]
     estimators = [decoding.estimator_of(*one) for one in zip(which, places, strict=True)]
-    build_layers(views, selectors, estimators)
-    for i, view, whole, selector, estimator in zip(which, views, stored, selectors, estimators, strict=True):
+    with contextlib.ExitStack() as stack:
+        for view in views:
+            if isinstance(view, HostView):
+                stack.enter_context(view.on_device())
+        build_layers(views, selectors, estimators)
+    for i, view, selector, estimator in zip(which, views, selectors, estimators, strict=True):
         layers[i].state = LayerState(view, selector, estimator, window_size=decoding.window_size,
                                      decode_window=decoding.decode_window, owner=decoding)
-        if isinstance(view, HostView):
-            view.keep_anchors(*whole)
-    counters.index_seconds += _now(places) - began
+    counters.index_seconds += _now(devices) - began
 
 
 def _now(devices: Sequence[torch.device]) -> float:

@@ -55,6 +55,9 @@ class SparseConfig:
     placement: str = option("gpu", choices=("gpu", "offload", "cpu"), group=GROUP, help=(
         "Where keys and values lie: gpu (the model's device), offload (CPU memory; index and anchors on the device, "
         "which reads selected rows over the bus) or cpu (CPU memory, and sparse layers' attention there too)."))
+    kv_memory: float | str | None = option(None, flag=None, min=0, choices=("auto",), group=GROUP, help=(
+        "What keys and values may take of the GPU's memory [GB], or auto: what is free there; caches that need more go "
+        "to CPU memory, as with placement offload."))
     prefill: str | dict[str, Any] = option("dense", objects="SparsePrompts", flag=str, group=GROUP, help=(
         "How prompts are read: dense, or sparse, by blocks that read a list of the blocks before them; in Python a "
         "SparsePrompts and in JSON an object with some of its fields say how."))

@@ -44,6 +44,8 @@ class Decoding:
     dense_layers: frozenset[int]
     layers: Mapping[int, LayerSetting] | None
     """Budget and gates by layer, from a settings file."""
+    kv_memory: float | str | None = None
+    """What keys and values may take of the GPU's memory [GB], auto: what is free."""
     prompts: SparsePrompts | None = None
     """How prompts are read sparsely; None: densely, but by a selector that reads them itself."""
     prompt_layers: frozenset[int] = frozenset()
@@ -57,10 +59,17 @@ class Decoding:
     rule: DenseRule | None = None
     """The rule by which a cache was last decoded sparsely or not."""
 
-    def short_until(self, key: Tensor, length: int) -> int:
+    @property
+    def by_cpu(self) -> bool:
+        """Whether the CPU attends to keys and values that lie in its memory; else the device does, which reads what is
+        selected there."""
+        return self.placement == "cpu" or self.selector.scores_keys
+
+    def short_until(self, key: Tensor, length: int, on_host: bool = False) -> int:
         """The length below which a cache with such keys `[B, Hkv, N, d]` decodes with full attention [tokens]; of a
-        cache of a `length` that is too short to be timed, the length from which it is."""
-        on_host, times = self.placement != "gpu", None
+        cache of a `length` that is too short to be timed, the length from which it is. on_host: the keys lie in CPU
+        memory, which a device attends to."""
+        times = None
         if self.first_sparse is None:
             return self.dense_below or 0
         if self.dense_below is None and not on_host:
@@ -158,8 +167,8 @@ def make_decoding(
                             "own; leave out the completion (completion='none')")
     shape: Any = next(iter(modules.values())).config
     return Decoding(chosen, estimator, trained, phi, sink, window, config.decode_window, config.placement,
-                    config.dense_below, frozenset(dense), layers, prompts, prompt_layers, shape.num_attention_heads,
-                    min(eligible - dense, default=None))
+                    config.dense_below, frozenset(dense), layers, config.kv_memory, prompts, prompt_layers,
+                    shape.num_attention_heads, min(eligible - dense, default=None))
 
 
 def choose_selector(config: SparseConfig, router: RouterArtifact | None) -> Selector:
@@ -185,9 +194,13 @@ def choose_selector(config: SparseConfig, router: RouterArtifact | None) -> Sele
                           "selector sketch", stacklevel=2)
     check_ranges(made, lambda option: f"{option} of selector {made.name}", least=0)
     made.validate()
-    if config.placement == "offload" and made.scores_keys:
+    if (config.placement == "offload" or config.kv_memory is not None) and made.scores_keys:
         raise SparseKVError(f"selector {made.name} scores keys at every step, which lie in CPU memory under "
-                            "placement offload; use placement='cpu', or a selector with an index such as router")
+                            "placement offload or beyond kv_memory; use placement='cpu', or a selector with an index "
+                            "such as router")
+    if config.placement != "gpu" and config.kv_memory is not None:
+        raise SparseKVError(f"kv_memory says how much may lie on the GPU, and placement={config.placement!r} keeps "
+                            "keys and values in CPU memory; give one of them")
     if config.prompts() is not None and made.reader(0, 0) is not None:
         raise SparseKVError(f"selector {made.name} reads prompts itself with prefill_chunk, and prefill='sparse' "
                             "reads them by blocks; leave one of them out")

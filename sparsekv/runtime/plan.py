@@ -7,6 +7,7 @@ Where the mid region grows or the storage is full, the next is planned anew.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from sparsekv.kernels import add_sinks, append_token, decode_attention, dense_at
 from sparsekv.runtime.counters import Counters
 from sparsekv.runtime.hf.cache import GrowingRope, SparseCache
 from sparsekv.runtime.hf.model_pass import Layers
+from sparsekv.runtime.hf.offload import HostView
 from sparsekv.runtime.hf.sliding import SlidingLayer
 
 
@@ -58,10 +60,11 @@ class Plan:
         first: Any = cache.first
         self.parts: list[Any] = [first, *[layer for layer in self.stores if isinstance(layer, SlidingLayer)][:1]]
         """A layer of either kind, with full attention and with a window, whose storage stands for that of all."""
-        self.data, self.length = [part.whole[0] for part in self.parts], first.get_seq_length()
-        self.starts, self.device, self.heads_kv = starts, first.keys.device, first.keys.shape[1]
+        self.starts, self.device, self.heads_kv = starts, first.device, first.keys.shape[1]
+        self.length = first.get_seq_length()
         self.capacity = min([layer.room for layer in self.stores] + [r.room for r, _ in ropes.values()])
-        ends = [self.capacity, *(s.room for s in states if s is not None)]
+        ends = [self.capacity, *(s.room for s in states if s is not None),
+                *(s.view.near.room for s in states if s is not None and isinstance(s.view, HostView))]
         if until is not None:
             ends.append(until - 1)
         self.end = min(ends)
@@ -77,7 +80,13 @@ class Plan:
         """Of every such window, and of full attention: the slots from and to which a step sees the storage, `[B]`."""
         self.dense = [i for i, s in enumerate(states) if s is None and self.windows[i] is None]
         self.where = torch.tensor(self.sparse, dtype=torch.long, device=device)
+        self.ends: dict[int, Tensor] = {}
+        """By a shift from tokens to slots of `Near`, `lengths` in slots."""
         self.views = [None if s is None else self._whole(s) for s in states]
+        self.near = [view.near for view in self.views if isinstance(view, HostView)]
+        """Of layers in CPU memory what lies on the device."""
+        self.parts += self.near
+        self.data = [part.data for part in self.parts]
         self.real = (torch.arange(self.capacity, device=device) >= starts[:, None]) if (
             device.type != "cuda" and bool(starts.any())) else None
         """Tokens of the storage that are no padding, where full attention needs to know."""
@@ -90,7 +99,7 @@ class Plan:
     def fits(self, cache: SparseCache) -> bool:
         """Whether nothing happened to the cache since the last step, and this one still serves."""
         return (cache.first is self.parts[0] and cache.first.get_seq_length() == self.length < self.end
-                and all(x.room > 0 and x.whole[0] is data for x, data in zip(self.parts, self.data, strict=True)))
+                and all(x.room > 0 and x.data is data for x, data in zip(self.parts, self.data, strict=True)))
 
     def begin(self, ids: Tensor, positions: Tensor | None) -> None:
         """What the next step is of: ids, positions `[B, 1]`, None: the next of the cache."""
@@ -109,6 +118,8 @@ class Plan:
         self.lengths.add_(1)
         for window in dict.fromkeys(self.windows):
             self.seen[window] = self._slots(window)
+        self.ends.clear()
+        self.ends.update({shift: self.lengths + shift for shift in {near.shift for near in self.near}})
         # 2. the model's own forward, whose attention asks `layer` for one layer after another
         self._next, self._read = 0, []
         logits = self.layers.run(self)
@@ -139,6 +150,10 @@ class Plan:
         keys, values = self.stores[index].whole
         window = self.windows[index]
         append_token(key, value, keys, values, self.seen[window][1])
+        if isinstance(view, HostView):
+            assert view.near.data is not None
+            keys, values = view.near.data.chunk(2, dim=-1)
+            append_token(key, value, keys, values, self.ends[view.near.shift])
         if state is None or view is None:
             return self._dense(query, keys, values, scale, sinks, window).contiguous()
         queries = Queries(query, self.lengths, view.rope)
@@ -174,8 +189,11 @@ class Plan:
 
     def _whole(self, state: LayerState) -> Any:
         """The layer's view over what this plan may fill of its storage: regions end it, not its length."""
-        view: Any = state.view.fork()
-        view.keys, view.values = (x[:, :, :self.end] for x in self.stores[view.layer_idx].whole)
+        view: Any = copy.copy(state.view)
+        if isinstance(view, HostView):
+            view.both, view.ends = self.stores[view.layer_idx].data[:, :, :self.end], self.ends
+        else:
+            view.keys, view.values = (x[:, :, :self.end] for x in self.stores[view.layer_idx].whole)
         view.regions = view.regions.grown(self.end)
         if any(view.rope is table for table, _ in self.ropes.values()):
             view.rope = view.rope.whole()

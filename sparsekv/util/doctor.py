@@ -15,6 +15,7 @@ from typing import Any
 
 from sparsekv.util.config import option
 from sparsekv.util.errors import first_line
+from sparsekv.util.memory import free_host_memory, memory_of
 from sparsekv.util.records import as_json
 
 DISTRIBUTIONS = {"faiss": "faiss-cpu", "lm_eval": "lm-eval"}
@@ -138,11 +139,7 @@ def _machine() -> dict[str, str]:
 
 def _memory() -> str:
     try:
-        page = os.sysconf("SC_PAGE_SIZE")
-        free, whole = (page * os.sysconf(name) / 1e9 for name in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES"))
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines() if Path("/proc/meminfo").exists() else []
-        available = [int(line.split()[1]) * 1024 / 1e9 for line in lines if line.startswith("MemAvailable")]
-        return f"{(available or [free])[0]:.1f} of {whole:.1f} GB free"
+        return f"{free_host_memory() / 1e9:.1f} of {memory_of('cpu') / 1e9:.1f} GB free"
     except (OSError, ValueError):
         return "unknown"
 
@@ -202,11 +199,12 @@ def _kernels() -> Ability:
 def _launched(what: str) -> Ability:
     import torch
 
-    from sparsekv.kernels.gather import launch_gather
+    from sparsekv.kernels import fetch_rows
 
     try:
         rows: Any = torch.arange(32.0, device="cuda").reshape(1, 1, 2, 16)
-        right = bool((launch_gather(rows, torch.tensor([[[1]]], device="cuda"))[0, 0, 0] == rows[0, 0, 1]).all())
+        fetch_rows(rows, torch.tensor([[[1]]], device="cuda"), found := torch.empty_like(rows))
+        right = bool((found[0, 0, 0] == rows[0, 0, 1]).all())
     except Exception as error:  # a compiler, a driver, a device that is full
         return Ability(what, False, f"a kernel failed ({first_line(error)})",
                        "sparsekv generate --device cpu works without")

@@ -34,6 +34,19 @@ def free_memory(device: Any) -> int:
         torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
 
 
+def free_host_memory() -> int:
+    """Memory [bytes] of the machine that this process may still take: what the system calls available, or what its
+    container has left."""
+    left = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")]
+    with contextlib.suppress(OSError):
+        words = Path("/proc/meminfo").read_text(encoding="ascii").split()
+        left = [1024 * int(words[words.index("MemAvailable:") + 1])]
+    with contextlib.suppress(OSError, ValueError):
+        most, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
+        left.append(most - used)
+    return max(0, min(left))
+
+
 def check_memory(needed: float, device: str, what: str, remedy: str) -> None:
     """Raises SparseKVError where `what` takes more bytes than the device has in all. needed: of what is certain, not an
     estimate: what is refused would never have run."""

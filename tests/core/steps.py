@@ -81,7 +81,7 @@ def trained(model):
 
 
 def steps_of(
-    model, case: str, completion: str, batch: int, monkeypatch, *, prompt: int = PROMPT,
+    model, case: str, completion: str, batch: int, monkeypatch, *, prompt: int = PROMPT, placement: str = "gpu",
 ) -> tuple[list[Taken], SparseCache]:
     """Decode a padded batch, some tokens alone and the last in a chunk."""
     name, options = cases()[case]
@@ -103,7 +103,7 @@ def steps_of(
     given = {"router": router} if SELECTORS[name].is_trained() else {}
     torch.manual_seed(0)
     with monkeypatch.context() as patch, torch.inference_mode(), sparsekv.attach(
-            model, selector=name, completion=completion, phi=phi, dense_below=0, **SIZES, **given,
+            model, selector=name, completion=completion, phi=phi, dense_below=0, placement=placement, **SIZES, **given,
             run=RunOptions(sparse_chunks=True), **options) as attachment:
         patch.setattr(LayerState, "step", spied)
         cache = attachment.prefill(ids[:, :prompt], attention_mask=mask[:, :prompt])

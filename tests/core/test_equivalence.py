@@ -22,6 +22,8 @@ from sparsekv.core.selectors import SELECTORS
 from sparsekv.core.selectors.sketch import SketchRouter
 from sparsekv.core.step import sparse_step
 from sparsekv.kernels import dense_attention, slots_at
+from sparsekv.runtime.hf.cache import HostLayer
+from sparsekv.runtime.hf.offload import HostView
 from sparsekv.runtime.vllm.index import LayerIndex, Room, build_seat, extend_seat
 from sparsekv.runtime.vllm.paged import DecodeMetadata, UncodedSlots
 
@@ -85,6 +87,23 @@ def test_a_step_on_captured_tensors_is_that_of_the_runtime(case: str, completion
         found = sparse_step(offline.view, alone, *state)
         if t == 0 or name != "magicpig":  # which draws anew at every step
             torch.testing.assert_close(found.out, x.step.out, **close(case))
+
+
+HELD = [case for case, (name, _) in CASES.items() if not SELECTORS[name].scores_keys]
+
+
+@pytest.mark.parametrize("completion", COMPLETIONS)
+@pytest.mark.parametrize("case", HELD)
+def test_a_step_over_host_memory_is_that_of_the_runtime(case: str, completion: str, monkeypatch) -> None:
+    """Rows of several lengths, fetched to slots beside sinks and tail: the formulas, and what a step reads of keys that
+    lie beside the queries."""
+    model = tiny(3, 10, torch.float64)
+    here, _ = steps_of(model, case, completion, len(PADS), monkeypatch)
+    there, cache = steps_of(model, case, completion, len(PADS), monkeypatch, placement="offload")
+    assert isinstance(cache.layers[1], HostLayer) and isinstance(there[0].view, HostView)
+    for x, y in zip(here, there, strict=True):
+        torch.testing.assert_close(y.step.out, x.step.out, **close(case))
+    torch.testing.assert_close(there[-1].step.out, literal_step(*there[-1]), **close(case))
 
 
 SERVED = [case for case, (name, options) in CASES.items()

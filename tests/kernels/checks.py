@@ -76,7 +76,7 @@ from sparsekv.kernels.few_rows import (
     launch_few_rows,
     launch_few_rows_gated,
 )
-from sparsekv.kernels.gather import gather_rows, launch_gather
+from sparsekv.kernels.gather import fetch_rows_reference, launch_fetch
 from sparsekv.kernels.indexing import assign_buckets_reference, launch_assign, launch_sort, sort_by_bucket_reference
 from sparsekv.kernels.routing import bucket_logits_reference, choose_tokens_reference, launch_choose, launch_logits
 from sparsekv.kernels.stored import (
@@ -86,6 +86,7 @@ from sparsekv.kernels.stored import (
     launch_decode,
 )
 from sparsekv.kernels.vote import launch_vote, soft_vote_reference
+from sparsekv.runtime.hf.storage import page_locked
 
 FULL = -(-(2**31 - 1) // blocks.BLOCK)
 """Blocks of the longest cache."""
@@ -501,8 +502,35 @@ def check_index_and_votes(shape: tuple[int, ...], dtype: torch.dtype, device: st
     found = launch_vote(q, k, first, last, scale=dim**-0.5)
     truth = soft_vote_reference(q.double(), k.double(), first, last, scale=dim**-0.5)
     assert error(found, truth) < LIMITS[dtype]
-    index = torch.randint(0, keys, (2 * queries, heads, 19), device=device)
-    assert torch.equal(launch_gather(k, index), gather_rows(k, index))
+
+
+def check_fetch(shape: tuple[int, ...], dtype: torch.dtype, device: str, on_host: bool = False) -> None:
+    """shape: lists a KV head, KV heads, width of a row, tokens, listed tokens, queries a row. Rows that no list names
+    and slots that no list has are poison, lists have gaps. on_host: rows in page-locked memory."""
+    lists, heads, dim, tokens, width, queries = shape
+    torch.manual_seed(tokens)
+    index = torch.randint(-1, tokens, (2 * queries, heads * lists, width), dtype=torch.int32)
+    source = torch.full((2, heads, tokens + 3, 2 * dim), float("nan"), dtype=dtype)[:, :, 1:-2, dim // 2:dim // 2 + dim]
+    by_row = index.view(2, queries, heads, lists, width).transpose(1, 2).flatten(2).long()
+    place = by_row.clamp(min=0)[..., None].expand(-1, -1, -1, dim)
+    source.scatter_(2, place, torch.randn(2, heads, tokens, dim).to(dtype).gather(2, place))
+    out = torch.full((2, heads, by_row.shape[2] + 2, 2 * dim), float("nan"), dtype=dtype)[..., :dim]
+    truth = out.clone()
+    slots = fetch_rows_reference(source, index, truth)
+    named = by_row >= 0
+    assert torch.equal(truth[:, :, :-2][named], source.gather(2, place)[named]) and truth[:, :, -2:].isnan().all()
+    assert not truth[:, :, :-2][~named].any(), "slots without a token have zeros"
+    kept = slots.view(2, queries, heads, lists, width).transpose(1, 2).flatten(2)
+    assert torch.equal(kept, torch.where(named, torch.arange(kept.shape[2]), -1).int())
+    if on_host:
+        held = page_locked(tuple(source.shape), dtype)
+        source = held.copy_(source)
+    else:
+        whole = source.new_empty(2, heads, tokens, 2 * dim).to(device)
+        source = whole[..., dim:].copy_(source)
+    found = out.to(device)
+    mine = launch_fetch(source, index.to(device), found)
+    assert torch.equal(mine.cpu(), slots) and torch.equal(found.cpu().nan_to_num(7.0), truth.nan_to_num(7.0))
 
 
 def check_blocks(

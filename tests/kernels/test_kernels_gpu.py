@@ -22,8 +22,6 @@ from sparsekv.kernels import (
     KeyMap,
     QueryModel,
     Sketch,
-    gather_from_host,
-    gather_rows,
     phi_query,
     round_means,
     sketch_tokens,
@@ -61,12 +59,6 @@ def test_best_tokens_of_a_replayed_graph() -> None:
     for _ in range(20):
         graph.replay()
         assert all(torch.equal(x, expected) for x in found)
-
-
-def test_rows_of_the_host() -> None:
-    source = torch.randn(2, 3, 50, 80).pin_memory()
-    index = torch.randint(0, 50, (4, 3, 19), device=DEVICE)
-    assert torch.equal(gather_from_host(source, index).cpu(), gather_rows(source, index.cpu()))
 
 
 @DTYPES

@@ -75,6 +75,28 @@ def test_rows_fetched_from_the_host_give_the_same_logits(selector: str, scores: 
         assert int((~same).sum()) <= limit, f"{placement}: {(~same).nonzero().flatten()}"
 
 
+@pytest.mark.parametrize("completion", ["none", "phi"])
+def test_steps_over_host_memory_are_captured(completion: str) -> None:
+    """Rows of two lengths, a prompt in chunks, borders that move, and a fork that goes on: as with keys on the GPU."""
+    model = fresh().cuda()
+    router, phi = artifacts(model, scores="mean_key")
+    ids = torch.cat([prompt(200), prompt(200).flip(1)]).cuda()
+    mask = torch.ones_like(ids)
+    mask[0, :37] = 0
+    logits: dict[str, torch.Tensor] = {}
+    for placement in ("gpu", "offload"):
+        with torch.inference_mode(), attach(
+                model, router=router, phi=phi, selector="router", completion=completion, token_budget=20,
+                decode_window=16, placement=placement) as attachment:
+            cache = attachment.prefill(ids[:, :120], mask[:, :120], chunk_size=50)
+            steps = [model(ids[:, t:t + 1], attention_mask=mask[:, :t + 1], past_key_values=held).logits
+                     for held in (cache.fork(), cache) for t in range(120, 170)]
+            report = attachment.report()
+            assert report["captures"] >= 4 and report["not_replayed"] is None, report
+            logits[placement] = torch.cat(steps, 1)
+    torch.testing.assert_close(logits["offload"], logits["gpu"], rtol=1e-3, atol=1e-3)
+
+
 def test_a_prefill_in_chunks_in_half_precision_is_the_prefill() -> None:
     model, ids = fresh().to("cuda", torch.bfloat16), prompt(300).cuda()
     with torch.inference_mode(), attach(model, selector="topk", token_budget=20) as attachment:

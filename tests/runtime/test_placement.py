@@ -9,9 +9,12 @@ from tiny_artifacts import artifacts
 
 from sparsekv.core.selectors import SELECTORS
 from sparsekv.core.selectors.base import Spends
+from sparsekv.runtime.hf import generate_hook
+from sparsekv.runtime.hf.cache import HostLayer
 from sparsekv.util.errors import SparseKVError
 
 GREEDY = {"do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+OPTIONS = {"max_new_tokens": 6, "eos_token_id": []}
 INDEXED = [name for name, kind in SELECTORS.items() if name != "dense" and not kind.scores_keys]
 
 
@@ -66,3 +69,47 @@ def test_offloaded_caches_chunk_crop_fork_and_reorder():
             logits[place] = out
     for a, b in zip(*logits.values(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+
+
+def test_steps_over_host_memory_are_planned_like_others():
+    """Two borders of the mid region in the answer, rows of two lengths; one plan for all layers, none by itself."""
+    model = make_model()
+    router, phi = artifacts(model)
+    ids = prompt(80, 2)
+    mask = torch.ones_like(ids)
+    mask[0, :9] = 0
+    answers = {}
+    for place in ("gpu", "offload"):
+        with attach(model, placement=place, router=router, phi=phi, token_budget=20, decode_window=8) as attachment:
+            answers[place] = attachment.generate(ids, mask, max_new_tokens=24, eos_token_id=[])
+            report = attachment.report()
+            assert report["not_replayed"] is None and report["replayed_steps"] >= 22, report
+    assert torch.equal(answers["gpu"], answers["offload"])
+
+
+def test_keys_beyond_kv_memory_lie_in_cpu_memory():
+    model = make_model()
+    router, _ = artifacts(model)
+    ids, wanted = prompt(80), None
+    for given, away in ((None, False), (1.0, False), (1e-6, True)):
+        with attach(model, router=router, token_budget=20, kv_memory=given) as attachment:
+            cache = attachment.prefill(ids[:, :-1])
+            assert [isinstance(x, HostLayer) for x in cache.layers[1:]] == [away] * (len(cache.layers) - 1)
+            places = attachment.report()["kv_places"]
+            assert (places["host_bytes"] > 0) == away and places["gpu_bytes"] > 0
+            made = attachment.generate(ids[:, -1:], cache=cache, **OPTIONS)
+            wanted = made if wanted is None else wanted
+            assert torch.equal(made, wanted)
+
+
+def test_too_little_memory_of_the_cpu_is_refused_before_the_prompt_is_read(monkeypatch):
+    model = make_model()
+    router, _ = artifacts(model)
+    monkeypatch.setattr(generate_hook, "free_host_memory", lambda: 1000)
+    with attach(model, router=router, placement="offload") as attachment:
+        with pytest.raises(SparseKVError, match=r"keys and values of 1 x 86 tokens take .* of CPU memory, of which"):
+            attachment.generate(prompt(80), **OPTIONS)
+    with pytest.raises(SparseKVError, match="give one of them"):
+        attach(model, router=router, placement="offload", kv_memory=1.0)
+    with pytest.raises(SparseKVError, match="unknown kv_memory 'much'"):
+        attach(model, router=router, kv_memory="much")

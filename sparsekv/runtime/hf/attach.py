@@ -110,6 +110,7 @@ class Attachment:
         self.ref = weakref.ref(self)
         """What the model holds of it: an attachment that nobody holds leaves."""
         self.runner = Runner(decoding, run, max(modules) + 1)
+        self.kv_places: dict[str, int] = {}
         self._entered = self._was_entered = False
 
     @property
@@ -161,12 +162,13 @@ class Attachment:
         replayed_steps, captures and capture_seconds [s]: steps of CUDA graphs; not_replayed: why the last step that was
         not could not be, or None. sparse_from: the length from which caches decode sparsely [tokens], None: none does,
         or it is not known yet; sparse_why: what decided that. in_force: whether anything was decoded, or a prompt read,
-        sparsely; not_in_force: why not, or None."""
+        sparsely; not_in_force: why not, or None. kv_places: keys and values of the last cache that was made with room
+        for a prompt, on the GPU (`gpu_bytes`) and in CPU memory (`host_bytes`)."""
         rule = self.decoding.rule
         known = None if rule is None or rule.shortest == NEVER else rule.shortest
         why = self.not_in_force()
         return {"in_force": why is None, "not_in_force": why, **self.counters.report(), "sparse_from": known,
-                "sparse_why": self.decoding.why()}
+                "sparse_why": self.decoding.why(), "kv_places": self.kv_places}
 
     def check_in_force(self, what: str) -> None:
         """Raises SparseKVError where nothing was sparse, though something was asked for: what was measured would be
@@ -201,9 +203,11 @@ class Attachment:
             if isinstance(layer, SparseLayer) and layer.state is not None and layer.state.owner is self.decoding:
                 layer.state = layer.state.spend(token_budget)
 
-    def cache(self, reserve: int = 0) -> SparseCache:
-        """An empty cache for this model, with room for `reserve` tokens from the first on."""
-        host = set() if self.decoding.placement == "gpu" else set(self.modules) - self.decoding.dense_layers
+    def cache(self, reserve: int = 0, on_host: bool | None = None) -> SparseCache:
+        """An empty cache for this model, with room for `reserve` tokens from the first on. on_host: whether layers that
+        decode sparsely keep keys and values in CPU memory; by default as the placement says."""
+        away = self.decoding.placement != "gpu" if on_host is None else on_host
+        host = set(self.modules) - self.decoding.dense_layers if away else set()
         return SparseCache(self.model.config, host_layers=host, reserve=reserve)
 
     @usual_defaults()
@@ -216,10 +220,12 @@ class Attachment:
         seat = hooks.seat_of(self)
         check_ids(input_ids, vocabulary_of(self.model))
         check_chunk(chunk_size)
-        cache = self._checked(input_ids, attention_mask, self.cache() if cache is None else cache)
+        rows, tokens = input_ids.shape
+        cache = roomy_cache(self, rows, tokens, 0) if cache is None else cache
+        cache = self._checked(input_ids, attention_mask, cache)
         with seat.passing():
             cache.belongs_to(self.model)
-            past, tokens = cache.get_seq_length(), input_ids.shape[1]
+            past = cache.get_seq_length()
             end = past + tokens
             self.counters.passes += 1
             try:

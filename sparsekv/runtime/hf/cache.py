@@ -88,14 +88,10 @@ class SparseLayer(StoredLayer, DynamicLayer):
         self.recent: Tensor | None = None
         self.recent_end = 0
 
-    @property
-    def room(self) -> int:
-        """How many tokens there is room for."""
-        return min(self._keys.room, self._values.room)
-
     def grown_to(self, length: int) -> None:
         """Tokens up to `length` were written into the storage."""
-        self._keys.length = self._values.length = length
+        for store in self.stores:
+            store.length = length
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -104,14 +100,18 @@ class SparseLayer(StoredLayer, DynamicLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        held = self._keys.view.shape[0] if self._keys.length else key_states.shape[0]
+        held = self.keys.shape[0] if self.get_seq_length() else key_states.shape[0]
         if held != key_states.shape[0]:
             raise SparseKVError(f"this cache holds {held} sequences and was given {key_states.shape[0]}; use a new "
                                 "cache, or batch_repeat_interleave or batch_select_indices on this one")
-        return self._keys.append(key_states), self._values.append(value_states)
+        return self.append(key_states, value_states)
+
+    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Store new tokens `[B, Hkv, n, d]`; returns all keys and all values."""
+        return self._keys.append(keys), self._values.append(values)
 
     def get_seq_length(self) -> int:
-        return self._keys.length
+        return self.stores[0].length
 
     def remember_queries(self, query: Tensor, end: int) -> None:
         """Keep the last queries of the prefill: query `[B, Hq, T, d]` with RoPE, the last at position `end − 1`."""
@@ -125,8 +125,8 @@ class SparseLayer(StoredLayer, DynamicLayer):
         keep = min(length, tokens_to_remove) if tokens_to_remove > 0 else max(0, length + tokens_to_remove)
         if keep == length:
             return
-        self._keys.crop(keep)
-        self._values.crop(keep)
+        for store in self.stores:
+            store.crop(keep)
         if self.state is not None:
             self.state = self.state.cropped(keep)
         if self.recent is not None and self.recent_end > keep:
@@ -135,8 +135,8 @@ class SparseLayer(StoredLayer, DynamicLayer):
 
     def reset(self) -> None:
         """Forget everything; the object can be used for another request."""
-        self._keys.clear()
-        self._values.clear()
+        for store in self.stores:
+            store.clear()
         self.state = self.recent = None
         self.recent_end = 0
         self.is_initialized = False
@@ -145,8 +145,8 @@ class SparseLayer(StoredLayer, DynamicLayer):
         """Keep the chosen rows of the batch, in that order."""
         if self.get_seq_length() == 0:
             return
-        for store in (self._keys, self._values):
-            store.replace(take_rows(store.view, index))
+        for store in self.stores:
+            store.take_rows(index)
         self.recent = take_rows(self.recent, index)
         if self.state is not None:
             self.state.take_rows(index)
@@ -156,8 +156,7 @@ class SparseLayer(StoredLayer, DynamicLayer):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.get_seq_length():
-            rows = torch.arange(self._keys.view.shape[0], device=self._keys.view.device)
-            self.take_rows(rows.repeat_interleave(repeats))
+            self.take_rows(torch.arange(self.keys.shape[0], device=self.device).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         self.take_rows(_row_numbers(indices))
@@ -165,28 +164,57 @@ class SparseLayer(StoredLayer, DynamicLayer):
     def fork(self) -> SparseLayer:
         other = type(self)()
         other.__dict__.update(self.__dict__)
-        other._keys, other._values = self._keys.fork(), self._values.fork()
+        other.__dict__.update({name: x.fork() for name, x in self.__dict__.items() if isinstance(x, Growing)})
         other.state = None if self.state is None else self.state.fork()
         return other
 
 
 class HostLayer(SparseLayer):
-    """A layer whose keys and values lie in CPU memory, page-locked where there is a GPU.
+    """A layer whose keys and values lie in CPU memory, those of a token side by side, page-locked where there is a GPU.
 
     The first chunk of a prefill is returned as it came, on the device; afterwards `update` returns the host tensors.
     """
 
     def __init__(self, reserve: int = 0) -> None:
         super().__init__()
-        pinned = torch.cuda.is_available()
-        self._keys, self._values = Growing(pinned, reserve), Growing(pinned, reserve)
+        self._both = Growing(reserve, on_host=True)
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        first = self.get_seq_length() == 0
-        host = super().update(key_states.cpu(), value_states.cpu())
+    @property
+    def stores(self) -> tuple[Growing, ...]:
+        return (self._both,)
+
+    @property
+    def both(self) -> Tensor:
+        """Keys and values of the tokens so far, `[B, Hkv, n, 2d]`."""
+        return self._both.view
+
+    @property
+    def keys(self) -> Any:
+        return None if self.data is None else self.both.chunk(2, dim=-1)[0]
+
+    @keys.setter
+    def keys(self, value: Any) -> None:
+        """transformers' layers begin with None here."""
+
+    @property
+    def values(self) -> Any:
+        return None if self.data is None else self.both.chunk(2, dim=-1)[1]
+
+    @values.setter
+    def values(self, value: Any) -> None:
+        """transformers' layers begin with None here."""
+
+    @property
+    def whole(self) -> tuple[Tensor, Tensor]:
+        keys, values = self.data.chunk(2, dim=-1)
+        return keys, values
+
+    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        past, new = self.get_seq_length(), torch.cat([keys, values], dim=-1)
+        self._both.append(new)
         if self.state is not None and isinstance(self.state.view, HostView):
-            self.state.view.append(key_states, value_states)
-        return (key_states, value_states) if first else host
+            self.state.view.near.append(new, past)
+        return (self.keys, self.values) if past else (keys, values)
 
 
 class SparseCache(Cache):
@@ -227,13 +255,13 @@ class SparseCache(Cache):
         """A pass ends here."""
         first = self.first
         if first is not None and first.get_seq_length():
-            self._settled = first.whole[0], first.get_seq_length()
+            self._settled = first.data, first.get_seq_length()
 
     @property
     def settled(self) -> bool:
         """Whether nothing was moved since the last pass: a step of what is moved in between is not worth capturing."""
         first: Any = self.first
-        return self._settled is not None and self._settled[0] is first.whole[0] and (
+        return self._settled is not None and self._settled[0] is first.data and (
             self._settled[1] == first.get_seq_length())
 
     def fork(self) -> SparseCache:

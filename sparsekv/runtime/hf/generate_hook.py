@@ -13,9 +13,11 @@ from sparsekv.runtime.hf.cache import SparseCache
 from sparsekv.runtime.hf.prompts import check_ids, check_mask, vocabulary_of
 from sparsekv.runtime.hf.supported import check_cache
 from sparsekv.util.errors import SparseKVError
-from sparsekv.util.memory import free_memory
+from sparsekv.util.memory import free_host_memory, free_memory
 
 MOST_NEW = 4096
+FREE_SHARE = 0.8
+"""Of the GPU's free memory, what `kv_memory="auto"` gives keys and values: prompts and steps take the rest."""
 
 
 def with_cache(attachment: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -82,19 +84,29 @@ def _check_assistant(attachment: Any, early_exit: Any, assisted: bool) -> None:
 
 def roomy_cache(attachment: Any, rows: int, prompt: int, new: int) -> SparseCache:
     """An empty cache with room for prompts and answers of so many tokens at once; an answer that may be long grows
-    later, in steps of an eighth. Raises SparseKVError where the device has not."""
+    later, in steps of an eighth. It lies in CPU memory where the placement says so, or it takes more of the GPU than
+    `kv_memory`. Raises SparseKVError where there is too little memory, before any is taken."""
     tokens = prompt + min(new, max(MOST_NEW, prompt // 8))
-    parameter = next(attachment.model.parameters())
-    if parameter.is_cuda and attachment.decoding.placement == "gpu":
-        modules = list(attachment.modules.values())
-        heads = sum(getattr(m.config, "num_key_value_heads", None) or m.config.num_attention_heads for m in modules)
-        needed = 2 * rows * tokens * heads * modules[0].head_dim * parameter.element_size()
-        free = free_memory(parameter.device)
-        if needed > free:
-            raise SparseKVError(
-                f"keys and values of {rows} x {tokens} tokens take {needed / 1e9:.1f} GB and the device has "
-                f"{free / 1e9:.1f} GB left; shorten prompt or answer, or use placement='offload'")
-    return attachment.cache(tokens)
+    parameter, decoding = next(attachment.model.parameters()), attachment.decoding
+    sizes = {i: 2 * rows * tokens * (getattr(m.config, "num_key_value_heads", None) or m.config.num_attention_heads)
+             * m.head_dim * parameter.element_size() for i, m in attachment.modules.items()}
+    whole, away = sum(sizes.values()), decoding.placement != "gpu"
+    free = free_memory(parameter.device) if parameter.is_cuda else free_host_memory()
+    if decoding.kv_memory is not None:
+        given = free * FREE_SHARE if decoding.kv_memory == "auto" else 1e9 * decoding.kv_memory
+        away = whole > given
+    on_host = sum(size for i, size in sizes.items() if away and i not in decoding.dense_layers)
+    what = f"keys and values of {rows} x {tokens} tokens take"
+    if parameter.is_cuda and whole - on_host > free:
+        other = "fewer dense_layers" if away else "placement='offload', or kv_memory='auto'"
+        raise SparseKVError(f"{what} {(whole - on_host) / 1e9:.1f} GB and the device has {free / 1e9:.1f} GB left; "
+                            f"shorten prompt or answer, or use {other}")
+    left = free_host_memory()
+    if on_host > left:
+        raise SparseKVError(f"{what} {on_host / 1e9:.3g} GB of CPU memory, of which {left / 1e9:.3g} GB are free; "
+                            "shorten prompt or answer, or free memory")
+    attachment.kv_places = {"gpu_bytes": whole - on_host, "host_bytes": on_host}
+    return attachment.cache(tokens, away)
 
 
 def _room_of(ids: Any, asked: Callable[..., Any], *configs: Any) -> tuple[int, int, int]:

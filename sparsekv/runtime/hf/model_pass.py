@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from sparsekv.runtime.fused import Fused
-from sparsekv.runtime.hf.cache import SparseCache, SparseLayer
+from sparsekv.runtime.hf.cache import HostLayer, SparseCache, SparseLayer
 from sparsekv.runtime.hf.sliding import SlidingLayer
 from sparsekv.runtime.process import NOW
 
@@ -86,16 +86,20 @@ class Layers:
         self.fused.restore()
 
 
-def why_not_planned(cache: SparseCache, layers: Layers, model: nn.Module, ours: frozenset[int]) -> str | None:
-    """Why no step of this cache can be planned; None where nothing speaks against it. ours: sparsekv's hooks by id."""
+def why_not_planned(
+    cache: SparseCache, layers: Layers, model: nn.Module, ours: frozenset[int], by_cpu: bool = False,
+) -> str | None:
+    """Why no step of this cache can be planned; None where nothing speaks against it. ours: sparsekv's hooks by id.
+    by_cpu: the CPU attends to what lies in its memory."""
     layers_of_cache: list[Any] = cache.layers
     if layers.failed is not None:
         return layers.failed
     for layer in layers_of_cache:
-        if type(layer) not in (SparseLayer, SlidingLayer):
-            return ("keys and values lie in CPU memory" if isinstance(layer, SparseLayer)
-                    else f"the cache has a {type(layer).__name__}")
-    if len({layer.keys.device for layer in layers_of_cache}) > 1:
+        if type(layer) not in (SparseLayer, SlidingLayer, HostLayer):
+            return f"the cache has a {type(layer).__name__}"
+        if isinstance(layer, HostLayer) and by_cpu:
+            return "keys and values lie in CPU memory, where sparse layers attend to them"
+    if len({layer.device for layer in layers_of_cache}) > 1:
         return "the model is spread over devices"
     for module in layers.everything:
         if module._forward_hooks or not ours.issuperset(module._forward_pre_hooks) or (

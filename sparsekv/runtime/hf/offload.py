@@ -1,129 +1,235 @@
-"""Keys and values in CPU memory: what a step reads of them is gathered and copied; the rest never moves."""
+"""Keys and values in CPU memory: a step reads the selected ones over the bus by a kernel; the rest never moves."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Self
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from sparsekv.core.layer import LayerView, Queries, Selection
-from sparsekv.core.streams import beside
-from sparsekv.kernels import Anchored, CompletionQuery, attend_gathered, gather_from_host, gather_rows, merge
-from sparsekv.runtime.hf.storage import Growing
+from sparsekv.core.layer import CacheLayer, Queries, Selection
+from sparsekv.core.regions import Regions
+from sparsekv.core.rope import RopeTable
+from sparsekv.core.selectors.base import Selector
+from sparsekv.kernels import Anchored, CompletionQuery, KeyBuckets, attend_tokens, fetch_rows
+
+SPARE = 64
+"""Tokens that `Near` has room for beyond the longest tail."""
+
+
+class Near:
+    """Copies on the device of what a step reads, `data [B, Hkv, lists + sinks + tail, 2d]`: what was fetched last, in
+    the first `lists` slots; the sinks of every row, the last one next to the tail; and all tokens from `first` on, the
+    tail and the answer so far. Shared by a view and the plans of its steps, which write new tokens here."""
+
+    def __init__(self, lists: int = 0):
+        self.lists = lists
+        self.data: Tensor | None = None
+        self.sinks = self.first = 0
+        self.edges: tuple[Tensor, Tensor]
+        """The slots where sinks and tail of every row begin, `[B]`."""
+
+    @property
+    def room(self) -> int:
+        """The length of the cache at which it is full."""
+        return 0 if self.data is None else self.data.shape[2] - self.shift
+
+    @property
+    def shift(self) -> int:
+        """From a token of tail or answer to its slot."""
+        return self.lists + self.sinks - self.first
+
+    def fill(self, stored: Tensor, regions: Regions, longest: int) -> None:
+        """From keys and values `[B, Hkv, n, 2d]` in CPU memory; longest: tokens that the tail may have."""
+        device, length = regions.starts.device, stored.shape[2]
+        self.first, self.sinks = regions.edges[2], regions.sinks
+        sinks = regions.mid_first[:, None] - torch.arange(self.sinks, 0, -1, device=device)
+        sinks = torch.where(sinks >= regions.starts[:, None], sinks, -1)
+        tail = torch.arange(self.first, length, device=device)
+        index = torch.cat([sinks, tail.expand(len(sinks), -1)], dim=1)[:, None].expand(-1, stored.shape[1], -1)
+        slots = self.lists + self.sinks + max(length - self.first, longest) + SPARE
+        self.data = stored.new_empty(*stored.shape[:2], slots, stored.shape[3], device=device)
+        fetch_rows(stored, index, self.data[:, :, self.lists:])
+        tail_starts = regions.tail_starts + self.shift
+        self.edges = tail_starts - (regions.mid_first - regions.starts), tail_starts
+
+    def append(self, new: Tensor, past: int) -> None:
+        """New tokens `[B, Hkv, n, 2d]` on the device, after `past`; where there is no room, it is filled anew later."""
+        end = past + new.shape[2]
+        if self.data is None or end > self.room:
+            self.data = None
+        else:
+            self.data[:, :, past + self.shift:end + self.shift] = new.detach()
+
+    def make_lists(self, count: int) -> None:
+        """Room for so many fetched tokens, and not for many more."""
+        assert self.data is not None
+        if not self.lists // 4 <= count <= self.lists:
+            kept = self.data[:, :, self.lists:]
+            data = kept.new_empty(*kept.shape[:2], count + kept.shape[2], kept.shape[3])
+            data[:, :, count:] = kept
+            more = count - self.lists
+            self.data, self.lists, self.edges = data, count, (self.edges[0] + more, self.edges[1] + more)
 
 
 @dataclass
-class HostView(LayerView):
-    """A layer whose keys and values lie in CPU memory while it decodes on a device, where its anchors are: the sink
-    `[B, Hkv, s, d]`, and everything from the tail on. While it is built or grown, keys and values are on the device."""
+class HostView(CacheLayer):
+    """A layer whose keys and values lie in CPU memory, `both [B, Hkv, N, 2d]`, while it decodes on a device: a step
+    fetches the selected ones to slots beside sinks and tail, which are there, and attends to slots."""
 
-    in_place = False
-    sink: Any = None
-    near: Any = None
-    first_near: int = 0
-    asked: tuple[Selection, Tensor] | None = None
-    """The last selection and its tokens."""
-    fetched: Any = None
-    """Listed tokens, and their keys and values on the device."""
+    both: Tensor
+    regions: Regions
+    scale: float
+    num_query_heads: int
+    layer_idx: int = 0
+    num_layers: int = 1
+    rope: RopeTable | None = None
+    recent_queries: Tensor | None = None
+    recent_end: int = 0
+    completion_tokens: float = 0.0
+    sinks: Tensor | None = None
+    longest: int = 0
+    """Tokens of the longest tail."""
+    near: Near = field(default_factory=Near)
+    ends: dict[int, Tensor] = field(default_factory=dict)
+    """By a shift to slots, the slots after the queries `[Q]`, where a plan has counted them for all layers."""
+    fetched: tuple[Any, Tensor, Tensor] | None = None
+    """The last selection, its tokens and their slots."""
+    _moved: tuple[Tensor, Tensor] | None = None
+    _on_device: bool = False
 
-    def keep_anchors(self, keys: Tensor, values: Tensor) -> None:
-        """keys, values: all of the layer so far, on the device."""
-        self.first_near = self.regions.edges[2]
-        self._keep_sink(keys, values)
-        self.near = Growing(), Growing()
-        self.append(*(x[:, :, self.first_near:] for x in (keys, values)))
+    in_place: ClassVar[bool] = True
 
-    def _keep_sink(self, keys: Tensor, values: Tensor) -> None:
-        slots = torch.arange(self.regions.sinks, device=self.device) + self.regions.starts[:, None]
-        index = slots.clamp(max=max(keys.shape[2] - 1, 0))[:, None].expand(-1, keys.shape[1], -1)
-        self.sink = tuple(gather_rows(x, index) for x in (keys, values))
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        rows, heads, stored, width = self.both.shape
+        return rows, heads, stored, width // 2
 
-    def append(self, keys: Tensor, values: Tensor) -> None:
-        """New tokens, on the device."""
-        for store, new in zip(self.near, (keys, values), strict=True):
-            store.append(new)
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.both.dtype
 
-    def moved(self) -> None:
-        first = self.regions.edges[2]
-        if self.sink[0].shape[2] < self.regions.sinks:  # it was longer than the prompt
-            self._keep_sink(self.keys, self.values)
-        for store in self.near:
-            store.replace(store.view[:, :, first - self.first_near:].clone())
-        self.first_near = first
+    @property
+    def keys(self) -> Tensor:
+        """All keys where they lie; on the device while the layer is built or grown, for methods that read them so."""
+        return self._tensors()[0]
 
-    def crop(self, length: int) -> None:
-        super().crop(length)
-        for store in self.near:
-            store.crop(length - self.first_near)
+    @property
+    def values(self) -> Tensor:
+        """All values, as `keys`."""
+        return self._tensors()[1]
 
-    def take_rows(self, index: Tensor) -> None:
-        super().take_rows(index)
-        self.sink = tuple(x[index] for x in self.sink)
-        for store in self.near:
-            store.replace(store.view[index])
+    def keys_at(self, first: int, last: int, step: int = 1) -> Tensor:
+        return read(self.both[..., :self.head_dim], self.device, first, last, step)
 
-    def fork(self) -> Self:
-        other = copy.copy(self)
-        other.near = tuple(store.fork() for store in self.near)
-        return other
-
-    @contextlib.contextmanager
-    def on_device(self) -> Iterator[None]:
-        """Keys and values on the device for as long as the block lasts: for what is grown, which reads all of them."""
-        held = self.keys, self.values
-        try:
-            self.keys, self.values = (x.to(self.device) for x in held)
-            yield
-        finally:
-            self.keys, self.values = held
-
-    def listed(self, selection: Selection) -> Tensor:
-        """The same tensor for the same selection: exact part and estimate ask for it one after the other."""
-        if self.asked is None or self.asked[0] is not selection:
-            self.asked = selection, super().listed(selection)
-        return self.asked[1]
+    def values_at(self, first: int, last: int) -> Tensor:
+        return read(self.both[..., self.head_dim:], self.device, first, last)
 
     def gather(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """A list that is asked for again is fetched once."""
-        if self.fetched is None or self.fetched[0] is not tokens:
-            index = self.by_head(tokens)
-            self.fetched = tokens, tuple(_fetch(x, index).reshape(*tokens.shape, x.shape[-1])
-                                         for x in (self.keys, self.values))
-        return self.fetched[1]
+        """A list that was fetched for attention is not fetched again."""
+        if self.fetched is None or self.fetched[1] is not tokens:
+            self._fetch(None, tokens)
+        data = self.near.data
+        assert data is not None
+        (rows, heads_kv), (count, heads, width) = data.shape[:2], tokens.shape
+        shape = rows, heads_kv, count // rows, heads // heads_kv, width, data.shape[3]
+        found = data[:, :, :shape[2] * shape[3] * width].view(shape).transpose(1, 2).reshape(count, heads, width, -1)
+        keys, values = found.chunk(2, dim=-1)
+        return keys, values
 
     def attend(
         self, queries: Queries, selection: Selection, completion: CompletionQuery | None = None,
         anchored: Anchored | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The selection is fetched from the host while the anchors on the device are attended to."""
-        assert completion is None, "features of keys in CPU memory are not kept: an estimate is a part of its own"
-        assert anchored is None, "anchors are attended to here"
-        tokens = self.listed(selection)
-        with beside(self.device) as join:
-            keys, values = self.gather(tokens)
-        anchors = self._attend_anchors(queries)
-        join()
-        chosen = attend_gathered(queries.folded, keys, values, tokens >= 0, self.scale, selection.log_weights)
-        return merge(*(torch.stack(x) for x in zip(anchors, chosen, strict=True)))
+        assert anchored is None and not selection.contiguous
+        tokens, places = self._fetch(selection, self.listed(selection))
+        near = self.near
+        if completion is not None and isinstance(completion.keys, KeyBuckets):
+            completion = completion._replace(keys=KeyBuckets(self._of_slots(completion.keys.number, tokens)))
+        assert near.data is not None
+        keys, values = near.data.chunk(2, dim=-1)
+        ends = self.ends.get(near.shift)
+        starts, tail_starts = (queries.per_query(x) for x in near.edges)
+        return attend_tokens(
+            queries.folded, keys, values, places, scale=self.scale, sink_size=near.sinks, starts=starts,
+            tail_starts=tail_starts, lengths=queries.lengths + near.shift if ends is None else ends,
+            log_weights=selection.log_weights, completion=completion)
 
-    def _attend_anchors(self, queries: Queries) -> tuple[Tensor, Tensor]:
-        bounds, device = self.bounds(queries), self.device
-        keys, values = (queries.per_query(torch.cat([s, n.view[:, :, :self.length - self.first_near]], dim=2))
-                        for s, n in zip(self.sink, self.near, strict=True))
-        starts, tails, lengths = (bounds[name][:, None] for name in ("starts", "tail_starts", "lengths"))
-        sink = starts + torch.arange(self.sink[0].shape[2], device=device)
-        near = torch.arange(self.first_near, self.length, device=device)
-        used = torch.cat([sink < torch.minimum(tails, lengths), (near >= tails) & (near < lengths)], dim=1)
-        return attend_gathered(queries.folded, keys, values, used[:, None].expand(-1, keys.shape[1], -1), self.scale)
+    def listed(self, selection: Selection) -> Tensor:
+        """The same tensor for the same selection: exact part and estimate ask for it one after the other."""
+        if self.fetched is None or self.fetched[0] is not selection:
+            return super().listed(selection)
+        return self.fetched[1]
+
+    @staticmethod
+    def lists(selector: Selector) -> bool:
+        """Whether what it selects is a list of a length that is known beforehand, and no buckets, whose tokens are
+        counted here."""
+        return not selector.reads_without_budget
+
+    def moved(self) -> None:
+        self.near.fill(self.both, self.regions, self.longest)
+
+    def settle(self) -> None:
+        """What a step reads is on the device."""
+        if self.near.data is None:
+            self.moved()
+
+    def take_rows(self, index: Tensor) -> None:
+        super().take_rows(index)
+        self.near, self.fetched = Near(self.near.lists), None
+
+    def fork(self) -> Self:
+        other = copy.copy(self)
+        other.near, other.fetched = Near(self.near.lists), None
+        return other
+
+    @contextlib.contextmanager
+    def on_device(self) -> Iterator[None]:
+        """`keys` and `values` on the device for as long as the block lasts, copied if they are asked for."""
+        try:
+            self._on_device = True
+            yield
+        finally:
+            self._on_device, self._moved = False, None
+
+    def _tensors(self) -> tuple[Tensor, Tensor]:
+        if not self._on_device:
+            keys, values = self.both.chunk(2, dim=-1)
+            return keys, values
+        if self._moved is None:
+            self._moved = self.keys_at(0, self.both.shape[2]), self.values_at(0, self.both.shape[2])
+        return self._moved
+
+    def _of_slots(self, number: Tensor, tokens: Tensor) -> Tensor:
+        """What is known by token, `[B or 1, Hkv, N]`, by the slots that listed tokens `[Q, H, K]` were fetched to."""
+        (rows, heads_kv), (count, heads, width) = self.both.shape[:2], tokens.shape
+        by_row = tokens.reshape(rows, count // rows, heads_kv, heads // heads_kv, width).transpose(1, 2).flatten(2)
+        if not number.shape[2]:
+            return number.new_zeros(by_row.shape)
+        return number.expand(rows, -1, -1).gather(2, by_row.long().clamp(min=0))
+
+    def _fetch(self, selection: Selection | None, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Listed tokens `[Q, H, K]` to the first slots, and their slots."""
+        near = self.near
+        near.make_lists(tokens.numel() // (self.both.shape[0] * self.both.shape[1]))
+        assert near.data is not None
+        places = fetch_rows(self.both, tokens, near.data)
+        self.fetched = selection, tokens, places
+        return tokens, places
 
 
-def _fetch(source: Tensor, index: Tensor) -> Tensor:
-    """Rows of a host tensor `[B, Hkv, N, d]` by index `[Q, Hkv, K]` on the device, there: `[Q, Hkv, K, d]`."""
-    if index.is_cuda and source.is_pinned() and index.shape[0] == source.shape[0]:
-        return gather_from_host(source, index)
-    return gather_rows(source, index.cpu(), pinned=index.is_cuda).to(index.device, non_blocking=True)
+def read(part: Tensor, device: torch.device, first: int = 0, last: int | None = None, step: int = 1) -> Tensor:
+    """Every `step`-th token of `first … last − 1` of keys or values `[B, Hkv, N, d]`, read by the device where they lie
+    elsewhere: after all that it was given to write there."""
+    if part.device == device:
+        return part[:, :, first:last:step]
+    tokens = range(part.shape[2])[first:last:step]
+    out = part.new_empty(*part.shape[:2], len(tokens), part.shape[3], device=device)
+    index = torch.arange(tokens.start, tokens.stop, tokens.step, device=device)
+    fetch_rows(part, index.expand(*part.shape[:2], -1), out)
+    return out

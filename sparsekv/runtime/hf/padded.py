@@ -11,8 +11,9 @@ def allocate(batch: SparseCache, like: SparseCache, rows: int, width: int, room:
     for new, old in zip(batch.layers, like.layers, strict=True):
         assert isinstance(new, SparseLayer) and isinstance(old, SparseLayer)
         new.lazy_initialization(old.keys, old.values)
-        for store, part in ((new._keys, old.keys), (new._values, old.values)):
-            store.replace(part.new_zeros(rows, part.shape[1], width + room, part.shape[3]))
+        for store, like_it in zip(new.stores, old.stores, strict=True):
+            part = like_it.view
+            store.replace(store.empty((rows, part.shape[1], width + room, part.shape[3]), part).zero_())
             store.crop(width)
         if old.recent is not None:
             new.recent = old.recent.new_zeros(rows, old.recent.shape[1], min(old.recent.shape[2], shortest),
@@ -42,6 +43,7 @@ def put(batch: SparseCache, one: SparseCache, row: int, width: int) -> None:
 def own(cache: SparseCache) -> None:
     """Nobody else holds these tensors, though the cache was forked: append to them in place."""
     for layer in cache.layers:
-        layer._keys.shared = layer._values.shared = False  # type: ignore[union-attr]
+        for store in layer.stores:  # type: ignore[union-attr]
+            store.shared = False
     for table in cache.rope.values():
         table.cos.shared = table.sin.shared = False

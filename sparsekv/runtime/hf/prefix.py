@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -62,6 +63,8 @@ def save_prefix(cache: SparseCache, path: str | Path, fingerprint: dict[str, Any
     for n, (key, table) in enumerate(cache.rope.items()):
         meta["rope"][str(n)] = [key, table.layout]
         tensors |= {f"rope.{n}.cos": table.cos.view, f"rope.{n}.sin": table.sin.view}
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # what lies in CPU memory may be on its way there
     tensors = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
     check_finite(tensors, "this cache", "the model overflowed; prefill it with the model in bfloat16 or float32")
     write_tensors(Path(path), tensors, {"sparsekv": json.dumps({**meta, "sha256": digest(meta, tensors)})})

@@ -22,9 +22,9 @@ from sparsekv.runtime.crossing import Shape, shortest
 from sparsekv.runtime.decoding import Decoding
 from sparsekv.runtime.fused import Fused
 from sparsekv.runtime.graph import raised_by_user, take_step
-from sparsekv.runtime.hf.cache import SparseCache, SparseLayer
+from sparsekv.runtime.hf.cache import HostLayer, SparseCache, SparseLayer
 from sparsekv.runtime.hf.model_pass import why_not_planned
-from sparsekv.runtime.hf.offload import HostView
+from sparsekv.runtime.hf.offload import HostView, read
 from sparsekv.runtime.hf.sliding import SlidingLayer
 from sparsekv.runtime.plan import Plan, RunOptions
 from sparsekv.runtime.warm import ROWS, Warming, full_token
@@ -68,7 +68,7 @@ class Runner:
             raise SparseKVError(f"sparsekv reads 2-D attention masks (batch, tokens), found {mask.dim()} dimensions")
 
         def dense() -> Tensor:
-            k, v = key.to(query.device), value.to(query.device)
+            k, v = (read(x, query.device) for x in (key, value))
             return dense_attention(query, k, v, scale=scale, key_mask=mask, window=window, softcap=softcap,
                                    sinks=sinks)
 
@@ -85,14 +85,14 @@ class Runner:
                     shape = Shape(query.shape[0], query.shape[1], key.shape[1], key.shape[3], key.dtype, query.device)
                     loads[shape] = functools.partial(full_token, shape)
                 self.warming.load(loads, query.device)
-            if query.is_cuda and index not in self.decoding.dense_layers and self.decoding.placement == "gpu":
+            if query.is_cuda and index not in self.decoding.dense_layers and self.decoding.placement != "cpu":
                 self._warm(index, query, key)
             reader = None if softcap is not None else self.decoding.reader_of(index, query.device)
             if reader is not None and max(self.whole, key.shape[2]) >= reader.shortest:
                 return self._prefill_sparsely(reader, module, cache, query, key, value, mask, scale, sinks)
             return dense()
         self.warming.wait()
-        if softcap is not None or not decodes_sparsely(self.decoding, index, key, key.shape[2]):
+        if softcap is not None or not decodes_sparsely(self.decoding, index, layer, key.shape[2]):
             self.counters.took([], [index], count, query.shape[0])
             return dense()
         with torch.no_grad():
@@ -110,7 +110,7 @@ class Runner:
         self.counters.sparse_prompts += 1
         device = query.device
         regions = Regions.at_prefill_end(self._starts(mask, query.shape[0], device), key.shape[2], 0, 0)
-        view = LayerView(key.to(device), value.to(device), regions, scale, query.shape[1], module.layer_idx,
+        view = LayerView(read(key, device), read(value, device), regions, scale, query.shape[1], module.layer_idx,
                          len(cache.layers), cache.rope.get(getattr(module, "layer_type", None)), sinks=sinks)
         with torch.no_grad():
             out = reader.read(view, query, after=max(0, self.whole - key.shape[2]))
@@ -118,7 +118,7 @@ class Runner:
 
     def _warm(self, index: int, query: Tensor, key: Tensor) -> None:
         """Of a prompt that is long enough to be decoded sparsely: maps and kernels are loaded beside it."""
-        decoding, device = self.decoding, key.device
+        decoding, device = self.decoding, query.device
         least = shortest(device, decoding.sink_size, decoding.window_size) if decoding.dense_below is None else (
             decoding.dense_below)
         if key.shape[2] < least:
@@ -192,7 +192,7 @@ class Runner:
         if not self.run.replays or first.keys is None or self.run.compares or self.prefilling or (
                 torch.is_grad_enabled()):
             return None
-        reason = why_not_planned(cache, seat.layers, seat.model, seat.hooks)
+        reason = why_not_planned(cache, seat.layers, seat.model, seat.hooks, self.decoding.by_cpu)
         if reason is not None:
             self.counters.not_replayed = reason
             return None
@@ -208,7 +208,8 @@ class Runner:
         if states is None:
             return None
         for state in states:
-            if state is not None and not state.replayable:
+            if state is not None and not (state.replayable and (
+                    not isinstance(state.view, HostView) or state.view.lists(state.selector))):
                 self.counters.not_replayed = f"{state.selector.name} or its completion decides on the host"
                 return None
         for layer, state in zip(cache.layers, states, strict=True):
@@ -218,12 +219,13 @@ class Runner:
                 advance(state, layer, length, length + 1)
         starts = next((s.view.regions.starts for s in states if s is not None), None)
         if starts is None:
-            starts = self._starts(mask, first.keys.shape[0], first.keys.device)
+            starts = self._starts(mask, first.keys.shape[0], first.device)
+        on_host = any(isinstance(layer, HostLayer) for layer in cache.layers)
         until = None if all(s is not None or i in self.decoding.dense_layers for i, s in enumerate(states)) else (
-            self.decoding.short_until(first.keys, length + 1))
+            self.decoding.short_until(first.keys, length + 1, on_host))
         ropes = {key: (table, how) for key, table in cache.rope.items()
                  if table.length == length and (how := seat.ropes.get(key)) is not None}
-        steady = (ours and held.data[0] is first.whole[0] and held.length == length) or cache.settled
+        steady = (ours and held.data[0] is first.data and held.length == length) or cache.settled
         plan = Plan(seat.layers, cache, states, starts, self.counters, ropes, until=until, owner=self,
                     steady=steady)
         if plan.fits(cache):
@@ -237,7 +239,7 @@ class Runner:
         layers: list[Any] = cache.layers
         self._begin(cache, mask, length)
         for index, layer in enumerate(layers):
-            if not decodes_sparsely(self.decoding, index, layer.keys, length + 1):
+            if not decodes_sparsely(self.decoding, index, layer, length + 1):
                 states.append(None)
                 continue
             state = layer.state
@@ -263,11 +265,13 @@ def advance(state: LayerState, layer: Any, past: int, length: int) -> None:
     """Bring a state to the first `length` tokens of its layer, of which `past` may join the mid region; where that
     grows, over keys and values on the device."""
     view: Any = state.view
-    view.keys, view.values = layer.keys[:, :, :length], layer.values[:, :, :length]
-    if isinstance(view, HostView) and state.outgrown(past):
+    if isinstance(view, HostView):
+        view.both = layer.both[:, :, :length]
         with view.on_device():
             state.advance(past, length)
+        view.settle()
     else:
+        view.keys, view.values = layer.keys[:, :, :length], layer.values[:, :, :length]
         state.advance(past, length)
 
 

@@ -57,7 +57,7 @@ class Trailing(Growing):
         self.first = 0
 
     def fork(self) -> Trailing:
-        other = Trailing(self.pinned, self.reserve)
+        other = Trailing(self.reserve)
         other.data, other.length, other.first = self.data, self.length, self.first
         self.shared = other.shared = self.data is not None
         return other

@@ -2,18 +2,45 @@
 
 from __future__ import annotations
 
+import math
+import mmap
+import weakref
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from sparsekv.util.errors import SparseKVError
+
+
+def page_locked(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """An empty tensor in memory that the GPU reads and writes by itself: exactly so many pages, unlocked and given back
+    with its last view. Raises SparseKVError where the system does not lock as much."""
+    size = -(-max(1, math.prod(shape) * dtype.itemsize) // mmap.PAGESIZE) * mmap.PAGESIZE
+    held = np.empty(size + mmap.PAGESIZE, dtype=np.uint8)
+    first = -held.ctypes.data % mmap.PAGESIZE
+    place, runtime = held.ctypes.data + first, torch.cuda.cudart()
+    error = runtime.cudaHostRegister(place, size, 0)
+    if error != runtime.cudaError.success:
+        raise SparseKVError(f"{size / 1e9:.3g} GB of CPU memory could not be locked for keys and values ({error}); "
+                            "free memory, shorten prompt or answer, or keep keys on the GPU (placement='gpu')")
+    weakref.finalize(held, _unlock, place).atexit = False
+    return torch.from_numpy(held[first:first + math.prod(shape) * dtype.itemsize]).view(dtype).view(shape)
+
+
+def _unlock(place: int) -> None:
+    """Once no kernel reads it."""
+    torch.cuda.synchronize()
+    torch.cuda.cudart().cudaHostUnregister(place)
 
 
 class Growing:
     """A tensor `[..., n, d]` that grows along its last but one dimension, amortised: a step copies one token."""
 
-    def __init__(self, pinned: bool = False, reserve: int = 0) -> None:
-        """reserve: the first tensor has room for so many."""
-        self.pinned, self.reserve = pinned, reserve
+    def __init__(self, reserve: int = 0, on_host: bool = False) -> None:
+        """reserve: the first tensor has room for so many. on_host: in CPU memory, page-locked where there is a GPU."""
+        self.reserve, self.on_host = reserve, on_host
         self.data: Tensor | None = None
         self.length = 0
         self.shared = False
@@ -30,14 +57,30 @@ class Growing:
         if self.data is None or self.shared or end > self.data.shape[-2]:
             room = end if self.data is None and end > 1 else end + max(64, end // 8)
             room = max(room, self.reserve)
-            data = torch.empty(*new.shape[:-2], room, new.shape[-1], dtype=new.dtype, device=new.device,
-                               pin_memory=self.pinned)
+            data = self.empty((*new.shape[:-2], room, new.shape[-1]), new)
             if self.data is not None and self.length:
+                if self.on_host and new.is_cuda:
+                    torch.cuda.synchronize(new.device)  # steps may still write what the CPU copies
                 data[..., :self.length, :] = self.data[..., :self.length, :]
             self.data, self.shared = data, False
-        self.data[..., self.length:end, :] = new
+        self._write(self.data[..., self.length:end, :], new)
         self.length = end
         return self.view
+
+    def empty(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """A tensor to store, for tensors like one."""
+        if self.on_host and torch.cuda.is_available():
+            return page_locked(shape, like.dtype)
+        return torch.empty(shape, dtype=like.dtype, device="cpu" if self.on_host else like.device)
+
+    def _write(self, place: Tensor, new: Tensor) -> None:
+        """From a device to its host head by head, each in one piece, so that nothing waits."""
+        if not (self.on_host and new.is_cuda):
+            place.copy_(new)
+            return
+        parts, rows = place.flatten(0, -3), new.detach().flatten(0, -3).contiguous()
+        for i in range(len(rows)):
+            parts[i].copy_(rows[i], non_blocking=True)
 
     @property
     def room(self) -> int:
@@ -51,9 +94,19 @@ class Growing:
         """Store another tensor; its rows must be as many as `view`'s."""
         self.data, self.length, self.shared = data, data.shape[-2], False
 
+    def take_rows(self, index: Tensor) -> None:
+        """Keep the chosen rows of the first dimension, in that order."""
+        old, index = self.view, index.to(self.view.device)
+        if not (self.on_host and torch.cuda.is_available()):
+            self.replace(old[index])
+            return
+        torch.cuda.synchronize()  # steps may still write what the CPU copies
+        data = self.empty((len(index), *old.shape[1:]), old)
+        self.replace(torch.index_select(old.detach(), 0, index, out=data))
+
     def fork(self) -> Growing:
         """A copy that shares the tensor; whoever appends first makes it its own."""
-        other = Growing(self.pinned, self.reserve)
+        other = Growing(self.reserve, self.on_host)
         other.data, other.length = self.data, self.length
         self.shared = other.shared = self.data is not None
         return other
@@ -68,6 +121,21 @@ class StoredLayer:
 
     _keys: Growing
     _values: Growing
+
+    @property
+    def stores(self) -> tuple[Growing, ...]:
+        """All that it keeps a token in."""
+        return self._keys, self._values
+
+    @property
+    def room(self) -> int:
+        """How many tokens there is room for."""
+        return min(store.room for store in self.stores)
+
+    @property
+    def data(self) -> Any:
+        """The first tensor of the storage, which stands for all: another one means that all of it was moved."""
+        return self.stores[0].data
 
     @property
     def keys(self) -> Any:

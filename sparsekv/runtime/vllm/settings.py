@@ -72,7 +72,7 @@ class Serving(SparseConfig):
                                         f"recommended file brings its own {name}")
         known: dict[str, tuple[Any, ...]] = {
             "selector": (None, *served()), "completion": (None, "phi", NONE), "probes": (None,),
-            "placement": ("gpu",), "options": ({},)}
+            "placement": ("gpu",), "kv_memory": (None,), "options": ({},)}
         for name, values in known.items():
             if (value := getattr(self, name)) not in values:
                 expected = " or ".join(str(x) for x in values if x) or "none"
