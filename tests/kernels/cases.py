@@ -24,6 +24,7 @@ ON_A_DEVICE = [F32, BF16, F16]
 INTERPRETED = [F32, F16]
 """Types that the interpreter computes as a device does; its bfloat16 is wrong."""
 FEW_PROGRAMS = {"kernels.attend.PLAIN": attend.PLAIN._replace(programs=8),
+                "kernels.attend.BY_BUCKETS": attend.BY_BUCKETS._replace(programs=8),
                 "kernels.attend.COMPLETED": attend.COMPLETED._replace(programs=8),
                 "kernels.features.PROGRAMS": 18, "kernels.completion.QUERY_PROGRAMS": 9}
 """Constants under the interpreter, which runs one program after another."""
@@ -171,6 +172,11 @@ CHECKS = [
           slow=[each([(1, 3, 80, 7, 33, 1), (2, 1, 10, 5, 1, 3), (1, 1, 256, 20, 40, 1)], INTERPRETED)],
           gpu=[each([(3, 2, 24, 41, 19, 2), (1, 8, 256, 1000, 333, 1), (2, 1, 10, 5, 1, 3)], ON_A_DEVICE,
                     on_host=on_host) for on_host in (False, True)]),
+    check(checks.check_bucket_query, "bucket_query.bucket_query attend.split attend.merge",
+          quick=[each([(6, 2, 24, 33, 4, 16, 3, 1)], [F16], number=9)],
+          slow=[each([(6, 2, 24, 63, 4, 16, 3, 2), (16, 1, 80, 40, 4, 60, 0, 1)], [F16]),
+                each([(3, 3, 40, 71, 1, 30, 7, 2), (6, 2, 24, 1, 4, 16, 0, 1)], [F32], number=129)],
+          gpu=[each(STEPS, ON_A_DEVICE, number=256)]),
     check(checks.check_bucket_mass, "bucket_mass.bucket_mass", quick=[each([(3, 3, 24, 41, 5, 7, 0, 1)])],
           slow=[each([(4, 2, 16, 150, 70, 7, 4, 16), (3, 3, 40, 63, 5, 40, 0, 1), (6, 1, 32, 201, 9, 3, 130, 8)])],
           gpu=[each([(4, 2, 64, 150, 70, 7, 4, 16), (32, 8, 128, 1001, 130, 64, 1, 100)])]),

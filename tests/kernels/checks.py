@@ -12,14 +12,17 @@ from torch import Tensor
 
 from sparsekv.kernels import (
     BucketMeans,
+    BucketSums,
     Candidates,
     CompletionQuery,
     FeatureMapWeights,
+    KeyBuckets,
     KeyFeatures,
     PhiState,
     QueryModel,
     ScoreMoments,
     Sketch,
+    bucket_sums,
     bucket_tokens,
     build_index,
     codes,
@@ -51,6 +54,7 @@ from sparsekv.kernels.between import (
     silu_product_reference,
 )
 from sparsekv.kernels.bucket_mass import bucket_mass_reference, launch_log_mass, sorted_keys
+from sparsekv.kernels.bucket_query import bucket_query_reference, launch_bucket_query
 from sparsekv.kernels.bucket_sums import (
     against_bucket_reference,
     bucket_sums_reference,
@@ -624,6 +628,42 @@ def check_chunk_attention(shape: tuple[int, ...], dtype: torch.dtype, device: st
     tokens = torch.rand(2, heads, length - count, device=device).argsort(-1)[..., :listed].sort(-1).values.int()
     truth = chunk_attention_reference(q.double(), k.double(), v.double(), tokens, scale=dim**-0.5)
     agree(gathered_attention(q, k, v, tokens, scale=dim**-0.5), truth, LIMITS[dtype], "gathered")
+
+
+def buckets_of(s: Step, number_of_buckets: int) -> tuple[BucketSums, KeyBuckets]:
+    """Buckets of the mid region of a step's two rows, the last one empty."""
+    number = torch.randint(0, max(1, number_of_buckets - 1), s.k.shape[:3], device=s.k.device)
+    used = s.mid[:, None].expand_as(number)
+    counts, keys = bucket_sums(s.k, number, used, number_of_buckets)
+    values = bucket_sums(s.v, number, used, number_of_buckets)[1]
+    means = (keys / counts.clamp(min=1)[..., None]).to(s.k.dtype)
+    return BucketSums(means, counts, values), KeyBuckets(number.to(torch.int16))
+
+
+def check_bucket_query(shape: tuple[int, ...], dtype: torch.dtype, device: str, number: int = 70) -> None:
+    """The query's side, then attention that takes the estimates of what it reads out of it."""
+    s = Step(shape, dtype, device)
+    buckets, keys = buckets_of(s, number)
+    scale = s.regions["scale"]
+    mine = launch_bucket_query(s.q, buckets, scale)._replace(keys=keys)
+    truth = bucket_query_reference(s.q.double(), double(buckets), scale)._replace(keys=keys)
+    for name in ("features", "log_scale", "mass", "numerator"):
+        found, exact = getattr(mine, name), getattr(truth, name)
+        assert torch.equal(found.isinf(), exact.isinf()), name
+        assert error(*(x.nan_to_num(neginf=0.0) for x in (found, exact))) < LIMITS[dtype], name
+    seats = torch.tensor([1, 0], device=device).repeat_interleave(s.q.shape[0] // 2)
+    seated = launch_bucket_query(s.q, BucketSums(*(x.flip(0) for x in buckets)), scale, seats)
+    assert torch.equal(seated.numerator, mine.numerator) and torch.equal(seated.features, mine.features)
+    tokens = bucket_tokens(s.order, s.offsets, s.chosen)
+    group = s.q.shape[1] // s.k.shape[1]
+    everything = torch.where(s.mid[:, None], torch.arange(s.k.shape[2], device=device), -1)
+    everything = everything.repeat_interleave(s.q.shape[0] // 2, 0).expand(-1, s.k.shape[1], -1)
+    for listed in (tokens, tokens[..., :0], tokens.repeat_interleave(group, 1), tokens[:, :1], everything):
+        found = launch_attend(s.q, s.k, s.v, listed, **s.regions, completion=mine)
+        exact = attend_tokens_reference(*s.wide(), listed, **s.regions, completion=truth)
+        agree(found, exact, LIMITS[dtype], str(tuple(listed.shape)))
+    found = launch_attend(s.q, s.k, s.v, s.order, s.offsets, s.chosen, **s.regions, completion=mine)
+    agree(found, attend_tokens_reference(*s.wide(), tokens, **s.regions, completion=truth), LIMITS[dtype], "buckets")
 
 
 def check_bucket_mass(shape: tuple[int, ...], device: str) -> None:

@@ -41,6 +41,7 @@ from sparsekv.kernels import attention_mass_triton as am
 from sparsekv.kernels import between_triton as be
 from sparsekv.kernels import block_attention_triton as ba
 from sparsekv.kernels import bucket_mass_triton as bm
+from sparsekv.kernels import bucket_query_triton as bq
 from sparsekv.kernels import bucket_sums_triton as bs
 from sparsekv.kernels import codes_triton as ec
 from sparsekv.kernels import completion_triton as c
@@ -56,6 +57,8 @@ from sparsekv.kernels import sketch_triton as sk
 from sparsekv.kernels import stored_triton as d
 from sparsekv.kernels import vote_triton as vo
 from sparsekv.kernels.bucket_mass import QUERIES_AT_ONCE
+from sparsekv.kernels.bucket_query import AT_ONCE, COLUMNS
+from sparsekv.kernels.bucket_query import WARPS as BUCKET_WARPS
 from sparsekv.kernels.bucket_sums import COMPARED_AT_ONCE as AGAINST
 from sparsekv.kernels.bucket_sums import SUMMED_AT_ONCE as SUMS
 from sparsekv.kernels.dense import ADD_WARPS, ADDED_AT_ONCE
@@ -94,6 +97,7 @@ OWN: dict[Any, dict[str, str]] = {
                 **dict.fromkeys("n0 n1 n2 dim ROWS".split(), "i32")} for kernel in (fr.sum_kernel, fr.dot_kernel)},
     **dict.fromkeys((i.count_kernel, i.place_kernel), dict.fromkeys("keyed counts first order".split(), "*i32")),
     bm.bucket_mass_kernel: {"out": "*fp32", "buckets": "i32"},
+    bq.bucket_query_kernel: {"means": "half", "features": "half", "counts": "*fp32"},
     am.merge_kernel: {"out": "*fp32"}, ba.score_kernel: {"out": "*fp32"},
     **{kernel: {"lists": "*i32"} for kernel in (ba.list_kernel, ba.block_kernel)},
     ec.encode_kernel: {"codes": "*i8", "maps": "*fp32", "centre": "*fp32"}, sk.prepare_kernel: {"maps": "*fp32"},
@@ -139,11 +143,13 @@ STRUCTS: dict[Any, dict[str, Any]] = {
     r.runs_kernel: {"run": RUN}, sk.prepare_kernel: {"run": RUN, "q": heads("half")},
     sk.score_all_kernel: {"q": heads("half")},
     **{kernel: {
-        "q": heads("half"), **{n: tokens("half") for n in ("k", "v")}, "maps": MAP,
+        "q": heads("half"), **{n: tokens("half") for n in ("k", "v")}, "maps": MAP, "features": "half",
+        "number": heads("*i16"),
         **{n: heads("*i32") for n in ("tokens", "offsets", "buckets")}, "log_weights": heads("*fp32"),
         "edges": attend.Edges(*["*i64"] * 3), "pages": attend.PageArguments(*["*i32"] * 3, "i32", "i32"),
         "partial": attend.Partial(*["*fp32"] * 4),
     } for kernel in (a.split_kernel, a.completed_kernel)},
+    bq.bucket_query_kernel: {"q": heads("half")},
     c.query_kernel: {
         "q": heads("half"), "maps": FeatureMapWeights(*["half"] * 8), "cache": PhiCache(*["*fp32"] * 3),
         "moments": ScoreMoments(*["*fp32"] * 5), "found": completion.QueryOutputs("half", *["*fp32"] * 4)},
@@ -228,6 +234,11 @@ def split(dim: int, group: int, how: attend.Launch, *, probes: int = 0, weighted
             "PAGE": page}
 
 
+def plainly(*sizes: Any, features: int = 0, **more: Any) -> dict[str, Any]:
+    """Without a map of keys: by itself, or with so many buckets."""
+    return {**split(*sizes, **more), "FEATURES": features}
+
+
 def block_kernels(build: Callable[..., None], dim: int, half: str, capability: int) -> None:
     """Scores of blocks and attention to them, in the launches of a device of such a capability."""
     size, room, every = 4 if half == "fp32" else 2, SHARED[capability], block_attention
@@ -253,8 +264,8 @@ def builds() -> list[Build]:
                     for capability in capabilities)
 
     plain, completed = attend.PLAIN, attend.COMPLETED
-    build(a.split_kernel, split(64, 3, plain, weighted=True), plain.warps, "fp16", SHARED)
-    build(a.split_kernel, split(256, 16, plain, probes=128), plain.warps, "bf16")
+    build(a.split_kernel, plainly(64, 3, plain, weighted=True), plain.warps, "fp16", SHARED)
+    build(a.split_kernel, plainly(256, 16, plain, probes=128), plain.warps, "bf16")
     completions: list[tuple[int, int, str, int, dict[str, Any]]] = [
         (128, 4, "bf16", 90, {}), (64, 8, "fp16", 90, {"weighted": True}), (128, 16, "bf16", 90, {"page": 16}),
         (128, 16, "fp32", 90, {}), (128, 4, "bf16", 80, {}), (128, 16, "bf16", 80, {}), (64, 4, "fp32", 80, {}),
@@ -266,12 +277,17 @@ def builds() -> list[Build]:
         assert how is not None and how.block != 64
         build(a.completed_kernel, split(dim, group, how, **more), how.warps, half, (capability,), stages=how.stages,
               most=attend.completed_bytes(how, dim, 128, 128, group, size), spill=SPILLED)
-    build(a.split_kernel, split(128, 4, plain), plain.warps, "bf16", (89, 90), k=tokens("*fp8e4nv"),
+    build(a.split_kernel, plainly(128, 4, plain), plain.warps, "bf16", (89, 90), k=tokens("*fp8e4nv"),
           v=tokens("*fp8e4nv"))
     build(a.completed_kernel, split(128, 4, completed, page=16), completed.warps, "bf16", (90,), stages=1,
           most=attend.completed_bytes(completed, 128, 128, 128, 4, 2), spill=SPILLED, k=tokens("*fp8e4nv"),
           v=tokens("*fp8e4nv"))
-    build(a.split_kernel, split(128, 4, plain, page=16), plain.warps, "bf16", (90,))
+    build(a.split_kernel, plainly(128, 4, plain, page=16), plain.warps, "bf16", (90,))
+    by_buckets = attend.BY_BUCKETS
+    build(a.split_kernel, plainly(128, 4, by_buckets, features=256), by_buckets.warps, "bf16")
+    for dim in (64, 128):
+        build(bq.bucket_query_kernel, {"GROUP": 4, "ROWS": 16, "DIM": dim, "WIDTH": dim, "COLUMNS": COLUMNS,
+                                       "BLOCK": AT_ONCE}, BUCKET_WARPS, "bf16", (90,) if dim == 64 else (80, 90))
     merged = {"PADDED": 128, "DIM": 80, "WIDTH": attend.MERGE_WIDTH, "PHI": True, "CAPPED": True}
     build(a.merge_kernel, merged, attend.MERGE_WARPS, "bf16")
     shape = {"FOLD": 2, "GROUP": 4, "ROWS": 16}
