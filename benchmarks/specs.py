@@ -467,15 +467,15 @@ PAGES = {"quality": QUALITY, "speed": SPEED, "serving": SERVING, "training": TRA
 
 LENGTHS = (("32k", "8b-32k-b1"), ("128k", "8b-128k-b1"), ("4 × 128k", "8b-128k-b4"), ("512k", "8b-512k-b1"))
 SUMMARY = Grid("", ["", "full attention", "sparsekv, untrained", "sparsekv, trained"], [
-    *([f"ms per token, {name}, 8B shape", ms(case, "dense"), "–", ms(case, "sketch_phi")]
+    *([f"ms per token, {name}, 8B shape", *(ms(case, m) for m in ("dense", "untrained", "sketch_phi"))]
       for name, case in LENGTHS),
-    ["first token, 128k, 8B shape [s]", ms("8b-128k-b1", "dense", "first_token_s"), "–",
-     ms("8b-128k-b1", "sketch_phi", "first_token_s")],
-    ["peak memory, 128k, 8B shape [GB]", ms("8b-128k-b1", "dense", "peak_gb"), "–",
-     ms("8b-128k-b1", "sketch_phi", "peak_gb")],
-    ["error of attention, prose, 1.5B", "0", *(Cell(
-        rows="real", where=real("perplexity_prose@16384", method=m, metric="rel_err", budget=0.01), form="{:.3f}")
-        for m in ("sketch+centroid", "sketch+phi"))],
+    ["first token, 128k, 8B shape [s]", *(
+        ms("8b-128k-b1", m, "first_token_s") for m in ("dense", "untrained", "sketch_phi"))],
+    ["GPU memory, 128k, 8B shape [GB]", *(
+        ms("8b-128k-b1", m, "peak_gb") for m in ("dense", "untrained", "sketch_phi"))],
+    *([f"KL to full attention, {words}, 32k, 1.5B [nats/token]", "0", *(Cell(
+        rows="kl", where={"case": f"{MODEL}:{kind}@32768", "method": m, "metric": "kl"}, form="{:.4f}")
+        for m in ("sketch+centroid", "sketch+phi"))] for words, kind in (("RULER", "ruler"), ("text", "text"))),
     ["RULER, 16k, 1.5B [points]", "0", points("sketch+centroid", 0.01), points("sketch+phi", 0.01)],
 ], origin=False)
 FIRST = Text(
