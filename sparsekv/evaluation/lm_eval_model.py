@@ -11,6 +11,7 @@ Scoring of given text (`loglikelihood`) is one forward pass, which is prefill an
 from __future__ import annotations
 
 import inspect
+from dataclasses import fields
 from typing import Any
 
 from sparsekv.util.errors import SparseKVError
@@ -78,10 +79,11 @@ def attach_options(options: dict[str, Any]) -> dict[str, Any]:
     Raises SparseKVError for what `attach` and no selector knows.
     """
     from sparsekv.core.selectors import SELECTORS
-    from sparsekv.runtime.hf.attach import attach
+    from sparsekv.runtime.config import SparseConfig
 
-    known = set(inspect.signature(attach).parameters) | {n for s in SELECTORS.values() for n in s.option_names()}
-    unknown = sorted(set(options) - (known - {"model", "options"}))
+    known = {f.name for f in fields(SparseConfig)} | {"run", "settings", *(
+        n for s in SELECTORS.values() for n in s.option_names())}
+    unknown = sorted(set(options) - (known - {"options"}))
     if unknown:
         raise SparseKVError(f"unknown model argument {unknown[0]!r}: expected those of lm-eval's hf model, of "
                             "sparsekv.attach, or options of a selector")

@@ -32,9 +32,10 @@ def cases() -> dict[str, tuple[str, dict[str, Any]]]:
     return made | {
         "router-probes": ("router", {"probes": 3}),
         "router-mean_key": ("router", {"token_budget": BUDGET, "scores": "mean_key"}),
-        "sketch-buckets": ("sketch", {"token_budget": BUDGET, "candidates": 0.7}),
+        "sketch": ("sketch", {"token_budget": BUDGET, "fit": "fixed"}),
+        "sketch-buckets": ("sketch", {"token_budget": BUDGET, "candidates": 0.7, "fit": "fixed"}),
         "sketch-fitted": ("sketch", {"token_budget": BUDGET, "fit": "fitted", "candidates": 0.7}),
-        "sketch-all": ("sketch", {"token_budget": BUDGET, "candidates": 1.0, "scores": "mean_key"})}
+        "sketch-all": ("sketch", {"token_budget": BUDGET, "candidates": 1.0, "scores": "mean_key", "fit": "fixed"})}
 
 
 CASES = cases()
@@ -109,5 +110,6 @@ def steps_of(
         cache = attachment.prefill(ids[:, :prompt], attention_mask=mask[:, :prompt])
         for t in (*range(prompt, prompt + SINGLE), total - CHUNK):
             end = total if t == total - CHUNK else t + 1
-            model(ids[:, t:end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True)
+            model(ids[:, t:end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True,
+                  output_hidden_states=True)  # layer by layer: a planned step has views of its own
     return taken, cache

@@ -59,7 +59,7 @@ def test_a_batch_answers_as_its_prompts_do_alone(name: str, tokenizer) -> None:
         with attach(model, run=RunOptions(replays=replays), **options) as attachment:
             answers.append(answer_batch(attachment, batch, limits,
                                         lambda row, tokens: row in (0, 2) and len(tokens) >= 5))
-            steady = selector not in ("token_select", "lfps") and completion != "centroid"
+            steady = selector not in ("token_select", "lfps")
             planned = max(limits) - 1  # decoding begins in a step that is not, which shows how the model rotates
             assert attachment.report()["replayed_steps"] == (planned if replays and steady else 0)
     assert batch.width == max(map(len, prompts)) - 1 and all(x.state is None for x in batch.cache.layers)
@@ -142,7 +142,7 @@ def test_a_method_with_other_budgets_builds_once_and_answers_the_same(
     assert strip(collect(tmp_path / "together")) == strip(alone, nearly) and len(alone) == 2 * len(budgets)
     begun.clear()
     run(tmp_path / "counted", tokenizer, parse_methods([name], budgets))
-    once = name in ("topk+phi", "router", "sketch+phi", "sketch:fit=fixed", "quest")
+    once = name in ("topk+phi", "topk+centroid", "router", "sketch+phi", "sketch:fit=fixed", "quest")
     assert len(begun) == (make_model().config.num_hidden_layers - 1) * (1 if once else len(budgets))
 
 

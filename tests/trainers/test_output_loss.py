@@ -70,7 +70,8 @@ def test_the_trained_loss_is_the_measured_error(store, centred: bool) -> None:
 
 
 def test_training_on_the_output_lowers_its_error(store, tmp_path) -> None:
-    options = {"capture": str(store.path), "batch_size": 16, "keys_per_step": 64, "width": 16, "max_steps": 80}
+    options = {"capture": str(store.path), "batch_size": 16, "keys_per_step": 64, "width": 16, "max_steps": 80,
+               "features": 0, "key_width": 64, "query_blocks": 1}
     errors = [train_phi(PhiConfig(output=str(tmp_path / str(weight)), output_weight=weight, **options))
               .config.quality["sink_tail + phi error"] for weight in (0.0, 3.0)]
     assert errors[1] < errors[0]

@@ -70,8 +70,9 @@ class CentroidEstimator(Estimator):
         start = own_centroids(keys, regions.mid_first, regions.mid_last, self.num_buckets)
         # every row has its own buckets: its heads are heads of one long row
         some, used = spaced.take(keys), spaced.used(regions).to(keys.device)
+        moves = Moves(MOVES.iterations, max(1, some.shape[2]))
         self.centroids = fit_buckets(some.flatten(0, 1), start.flatten(0, 1), used.repeat_interleave(heads, dim=0),
-                                     moves=Moves(MOVES.iterations, some.shape[2]))[0].unflatten(0, (rows, heads))
+                                     moves=moves)[0].unflatten(0, (rows, heads))
         kind = acc_dtype(keys)
         shape = (rows, heads, self.num_buckets)
         self.number = torch.zeros(rows, heads, 0, dtype=torch.int16, device=keys.device)
