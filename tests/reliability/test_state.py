@@ -33,7 +33,8 @@ def decode(cache: Any, first: int, count: int, at: int = 0) -> torch.Tensor:
     assert cache.get_seq_length() == first
     ids = prompt(400)
     torch.manual_seed(0)  # MagicPIG samples
-    return torch.cat([make_model()(ids[:, t:t + 1], past_key_values=cache, use_cache=True).logits
+    how = {"past_key_values": cache, "use_cache": True, "output_hidden_states": True}  # layer by layer, to the bit
+    return torch.cat([make_model()(ids[:, t:t + 1], **how).logits
                       for t in range(at or first, (at or first) + count)], 1)
 
 
