@@ -19,6 +19,8 @@ from sparsekv.kernels import Anchored, CompletionQuery, KeyBuckets, attend_token
 
 SPARE = 64
 """Tokens that `Near` has room for beyond the longest tail."""
+GROWTH = 4096
+"""Tokens that a tail is made room for at once, beyond the length of its cache: a longer one is filled anew."""
 
 
 class Near:
@@ -51,7 +53,7 @@ class Near:
         sinks = torch.where(sinks >= regions.starts[:, None], sinks, -1)
         tail = torch.arange(self.first, length, device=device)
         index = torch.cat([sinks, tail.expand(len(sinks), -1)], dim=1)[:, None].expand(-1, stored.shape[1], -1)
-        slots = self.lists + self.sinks + max(length - self.first, longest) + SPARE
+        slots = self.lists + self.sinks + max(length - self.first, min(longest, length + GROWTH)) + SPARE
         self.data = stored.new_empty(*stored.shape[:2], slots, stored.shape[3], device=device)
         fetch_rows(stored, index, self.data[:, :, self.lists:])
         tail_starts = regions.tail_starts + self.shift
