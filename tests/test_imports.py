@@ -36,7 +36,7 @@ INTERNALS = {
     "_forward_pre_hooks": {"runtime.hf.hooks", "runtime.hf.model_pass"},
     "register_forward_pre_hook": {"runtime.hf.hooks", "capture.tap"},
     '"position_embeddings"': {"runtime.hf.hooks", "capture.tap"},
-    "generation_config": {"runtime.hf.generate_hook", "runtime.hf.attach", "artifacts.hub.models",
+    "generation_config": {"runtime.hf.generate_hook", "runtime.hf.hooks", "runtime.hf.attach", "artifacts.hub.models",
                           "evaluation.evaluator"}}
 """What is transformers' own, and the only files that speak of it."""
 
