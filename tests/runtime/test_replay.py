@@ -279,6 +279,15 @@ def test_a_hook_that_reads_values_is_told_and_obeyed(model) -> None:
     assert report["replayed_steps"] == 0 and "hook" in report["not_replayed"] and len(seen) > 20
 
 
+def test_a_model_once_asked_for_hidden_states_is_planned(model) -> None:
+    """transformers leaves its recording hooks on the layers for good."""
+    model, ids = copy.deepcopy(model), ids_on(model, 110)
+    model(ids, output_hidden_states=True)
+    assert any(module._forward_hooks for module in model.modules())
+    _, report = logits_of(model, True, "router", ids)
+    assert report["replayed_steps"] == 10 and report["not_replayed"] is None
+
+
 def test_beams_are_not_captured(model) -> None:
     ids = ids_on(model, 80)
     with attached(model, True, "router") as attachment:

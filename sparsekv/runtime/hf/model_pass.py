@@ -17,6 +17,8 @@ from sparsekv.runtime.process import NOW
 
 PLANNED = "sparsekv_step"
 """The attention function's name in a pass: transformers makes no mask for one without a mask function."""
+RECORDING = "transformers.utils.output_capturing"
+"""The module whose forward hooks stay on a model that was once asked for hidden states, and do nothing in a pass."""
 
 
 class Passing:
@@ -102,7 +104,8 @@ def why_not_planned(
     if len({layer.device for layer in layers_of_cache}) > 1:
         return "the model is spread over devices"
     for module in layers.everything:
-        if module._forward_hooks or not ours.issuperset(module._forward_pre_hooks) or (
+        reads = any(getattr(hook, "__module__", "") != RECORDING for hook in module._forward_hooks.values())
+        if reads or not ours.issuperset(module._forward_pre_hooks) or (
                 "forward" in module.__dict__ and module is not model):
             return f"a hook on {type(module).__name__} reads its values"
     return None
