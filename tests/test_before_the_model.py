@@ -84,8 +84,13 @@ def test_every_command_has_a_case() -> None:
     assert set(COMMANDS) <= set(CASES) | TAKE_NO_PATH
 
 
+READS_EVERY_TASK = "--output NEW --tasks chess"
+"""lm-eval takes seconds to name all its tasks; test_lm_eval asks it for one that is not there."""
+
+
 @pytest.mark.parametrize(("command", "expected", "options"), [
-    pytest.param(command, *case, id=f"{command}: {case[1]}")
+    pytest.param(command, *case, id=f"{command}: {case[1]}",
+                 marks=[pytest.mark.slow] if case[1] == READS_EVERY_TASK else [])
     for command, cases in CASES.items() if command in COMMANDS for case in cases])
 def test_the_model_is_not_loaded(command, expected, options, places, tmp_path, cli, monkeypatch) -> None:
     import transformers

@@ -251,11 +251,11 @@ def test_what_is_wrong_is_one_sentence(
 
 def test_only_the_prompts_that_are_used_are_made(tmp_path, tokenizer, monkeypatch) -> None:
     tokenizer.save_pretrained(tmp_path)
-    made = req.make_requests(["niah_single_1"], tmp_path, [4096], 3)
+    made = req.make_requests(["niah_single_1"], tmp_path, [1024], 3)
     from lm_eval.tasks.ruler import prepare_niah
 
     shown = []
     plain = prepare_niah.tqdm
-    monkeypatch.setattr(prepare_niah, "tqdm", lambda every, **words: shown.append(len(every)) or plain(every, **words))
+    monkeypatch.setattr(prepare_niah, "tqdm", lambda every, **words: shown.append(len(every)) or plain(every[:9], **words))
     monkeypatch.setattr(req, "_fewer", lambda name, *_: name)
-    assert req.make_requests(["niah_single_1"], tmp_path, [4096], 3) == made and shown == [500] and len(made) == 3
+    assert req.make_requests(["niah_single_1"], tmp_path, [1024], 3) == made and shown == [500] and len(made) == 3

@@ -17,6 +17,8 @@ from seating_traffic import check_seating
 import sparsekv
 from sparsekv.kernels import attend
 from sparsekv.kernels.few_rows import Launch
+from sparsekv.trainers.options import DEFAULT
+from sparsekv.trainers.phi import RECIPES
 
 ROOT = Path(sparsekv.__file__).parent
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -93,6 +95,8 @@ def traffic(*run: int) -> Group:
                                   **{f"runtime.vllm.seating.{name}": size for name, size in sizes.items()}})
 
 
+DEFAULT_MAPS = RECIPES[DEFAULT]
+UNITS, FEATURES = 2 * DEFAULT_MAPS.key_width, DEFAULT_MAPS.features
 STEPS = [(4, 2, 64, 63, 4, 16, 0, 1), (3, 3, 80, 111, 1, 30, 7, 3), (16, 1, 96, 40, 4, 60, 0, 2),
          (6, 2, 128, 1, 4, 16, 0, 1), (32, 8, 128, 1000, 1, 111, 5, 1), (8, 8, 256, 300, 4, 16, 0, 5)]
 SMALL_STEP = (4, 2, 24, 37, 1, 16, 3, 1)
@@ -117,7 +121,8 @@ CHECKS = [
           gpu=[each(STEPS, ON_A_DEVICE)]),
     check(checks.check_completed, ATTENTION, quick=[
         each([(3, 24, 1, 5, 23)], [F16], constants={"kernels.attend.COMPLETED": attend.Launch(16, 4, 2),
-                                                    "kernels.attend.ANCHOR_SLICES": 2}, few=True)], slow=[
+                                                    "kernels.attend.ANCHOR_SLICES": 2}, few=True),
+        each([(2, 128, UNITS, FEATURES, 24)], [F16], constants={"kernels.attend.ANCHOR_SLICES": 2}, few=True)], slow=[
         completed((1, 16, 40, 33, 71), 128, 8, 3), completed((2, 33, 17, 100, 150), 32, 4, 4),
         completed((3, 24, 1, 5, 90), 16, 4, 2), completed((5, 40, 64, 20, 131), 16, 4, 2, 2),
         completed((7, 16, 3, 16, 37), 128, 8, 8), completed((8, 80, 24, 48, 57), 32, 4, 2),
@@ -158,7 +163,8 @@ CHECKS = [
     check(checks.check_factored, "completion.factor", quick=[each([(2, 7, 16)])],
           slow=[each([(3, 24, 16), (1, 80, 5)])],
           gpu=[each([(3, 24, 16), (1, 80, 5), (2, 7, 16), (8, 128, 16), (3, 256, 16)])]),
-    check(checks.check_query, "completion.query", quick=[each([(4, 2, 24, 7, 9, 1)], [F16])],
+    check(checks.check_query, "completion.query", quick=[each([
+        (4, 2, 24, 7, 9, 1), (2, 1, 128, DEFAULT_MAPS.width, FEATURES, 2, DEFAULT_MAPS.query_blocks)], [F16])],
           slow=[each([(4, 2, 16, 24, 16, 1), (6, 1, 24, 16, 100, 3), (4, 2, 16, 24, 16, 2, 0)], [F16]),
                 each([(3, 3, 80, 32, 48, 2), (3, 1, 24, 40, 20, 1, 2)], [F32])],
           gpu=[each([(4, 2, 64, 40, 16, 1), (6, 3, 80, 40, 48, 3), (8, 2, 128, 128, 128, 2)], ON_A_DEVICE)]),

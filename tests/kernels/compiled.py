@@ -68,6 +68,8 @@ from sparsekv.kernels.launch import Heads, Tokens, at_once, power_of_two
 from sparsekv.kernels.routing import RunArguments
 from sparsekv.runtime.vllm import seating
 from sparsekv.runtime.vllm import seating_triton as se
+from sparsekv.trainers.options import DEFAULT
+from sparsekv.trainers.phi import RECIPES
 
 SHARED = {80: 166_912, 89: 101_376, 90: 232_448}
 SPILLED = 768
@@ -253,7 +255,7 @@ def block_kernels(build: Callable[..., None], dim: int, half: str, capability: i
 
 
 def builds() -> list[Build]:
-    """All of them; the first of a kernel, a small one, is its quick one."""
+    """All of them; the first of a kernel, a small one or that of the default maps, is its quick one."""
     made: list[Build] = []
 
     def build(
@@ -266,6 +268,14 @@ def builds() -> list[Build]:
     plain, completed = attend.PLAIN, attend.COMPLETED
     build(a.split_kernel, plainly(64, 3, plain, weighted=True), plain.warps, "fp16", SHARED)
     build(a.split_kernel, plainly(256, 16, plain, probes=128), plain.warps, "bf16")
+    default = RECIPES[DEFAULT]
+    units, features = 2 * default.key_width, default.features
+    for dim, group, page in ((128, 6, 0), (64, 3, 0), (128, 4, 16)):
+        how = attend.completed_launch(dim, units, features, group, 2, SHARED[90])
+        assert how is not None
+        sizes = {"UNITS": units, "FEATURES": features, "PADDED_FEATURES": features}
+        build(a.completed_kernel, {**split(dim, group, how, page=page), **sizes}, how.warps, "bf16", (90,),
+              stages=how.stages, most=attend.completed_bytes(how, dim, units, features, group, 2), spill=SPILLED)
     completions: list[tuple[int, int, str, int, dict[str, Any]]] = [
         (128, 4, "bf16", 90, {}), (64, 8, "fp16", 90, {"weighted": True}), (128, 16, "bf16", 90, {"page": 16}),
         (128, 16, "fp32", 90, {}), (128, 4, "bf16", 80, {}), (128, 16, "bf16", 80, {}), (64, 4, "fp32", 80, {}),
@@ -304,21 +314,21 @@ def builds() -> list[Build]:
           routing.rank_warps(16 * 4096), "bf16", (80,))
     build(r.fill_kernel, {"LISTS": 1, "PADDED": 1024, "BLOCK": routing.FILL_BLOCK},
           routing.FILL_WARPS, "bf16", (90,))
+    build(c.query_kernel, {"CENTRED": True, "CAPPED": True, "RANK": 16, "ROWS": 16, "BLOCKS": default.query_blocks,
+                           "DIM": 128, "WIDTH": default.width, "FEATURES": features}, completion.QUERY_WARPS, "bf16",
+          (90,))
     maps = {"CENTRED": True, "CAPPED": True, "RANK": 16, "ROWS": 16, "BLOCKS": 1, "DIM": 128, "WIDTH": 128,
             "FEATURES": 128}
-    build(c.query_kernel, {**maps, "DIM": 64, "WIDTH": 32, "FEATURES": 32}, completion.QUERY_WARPS, "bf16", (80,))
     build(c.query_kernel, maps, completion.QUERY_WARPS, "bf16")
     build(c.query_kernel, {**maps, "BLOCKS": 2, "WIDTH": 256}, completion.QUERY_WARPS, "bf16", (90,))
     build(c.factor_kernel, {"DIM": 64, "RANK": 16}, completion.FACTOR_WARPS, "bf16", (90,), rows="*fp32")
     build(c.factor_kernel, {"DIM": 256, "RANK": 16}, completion.FACTOR_WARPS, "bf16", (90,), rows="*fp32")
-    small = {"BLOCK": ft.BLOCK, "DIM": 64, "UNITS": 32, "FEATURES": 32}
-    build(ftt.sums_kernel, small, ft.SUM_WARPS, "bf16", (90,))
-    build(ftt.features_kernel, small, ft.WARPS, "bf16", (90,))
-    for features in (128, 256):  # 192 padded
-        of_keys = {"BLOCK": ft.BLOCK, "DIM": 128, "UNITS": 128, "FEATURES": features}
-        build(ftt.sums_kernel, of_keys, ft.SUM_WARPS, "bf16", (89, 90) if features == 128 else (90,))
+    for units, features in ((units, features), (128, 128), (128, 256)):  # 192 padded
+        of_keys = {"BLOCK": ft.BLOCK, "DIM": 128, "UNITS": units, "FEATURES": features}
+        capabilities = (89, 90) if features == 128 else (90,)
+        build(ftt.sums_kernel, of_keys, ft.SUM_WARPS, "bf16", capabilities)
         build(ftt.join_kernel, {"BLOCK": ft.JOINED_AT_ONCE, "DIM": features}, ft.JOIN_WARPS, "bf16")
-        build(ftt.features_kernel, of_keys, ft.WARPS, "bf16", (89, 90) if features == 128 else (90,))
+        build(ftt.features_kernel, of_keys, ft.WARPS, "bf16", capabilities)
     for dim in (64, 128, 256):
         build(d.decode_kernel, {"GROUP": 4, "ROWS": 16, "DIM": dim, "WIDTH": dim, "BLOCK": stored.KEYS_AT_ONCE,
                                 "STAGES": stored.stages_of(dim, 2)}, stored.WARPS, "bf16", SHARED)

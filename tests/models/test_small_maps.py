@@ -1,8 +1,6 @@
 """The maps that are trained by default, one hidden layer for queries, 64 features, 32 + 32 units for keys: they load
-and run as the same map with an idle block, and the kernels take their sizes."""
+and run as the same map with an idle block."""
 
-import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -10,20 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE.parent / name) for name in ("runtime", "kernels")]
+sys.path.insert(0, str(Path(__file__).parents[1] / "runtime"))
 
-import checks  # noqa: E402
-from tiny import attach, make_model, prompt  # noqa: E402
-from tiny_artifacts import artifacts  # noqa: E402
+from tiny import attach, make_model, prompt
+from tiny_artifacts import artifacts
 
-from sparsekv.artifacts.phi import PhiArtifact  # noqa: E402
-from sparsekv.core.layer import Queries  # noqa: E402
-from sparsekv.kernels import FeatureMapWeights  # noqa: E402
-from sparsekv.models.feature_map import CentredMap, FeatureMap, FeatureMaps  # noqa: E402
-from sparsekv.runtime.vllm.summaries import bytes_of, empty_request, seated  # noqa: E402
-from sparsekv.trainers.options import DEFAULT  # noqa: E402
-from sparsekv.trainers.phi import RECIPES  # noqa: E402
+from sparsekv.artifacts.phi import PhiArtifact
+from sparsekv.core.layer import Queries
+from sparsekv.kernels import FeatureMapWeights
+from sparsekv.models.feature_map import CentredMap, FeatureMap, FeatureMaps
+from sparsekv.runtime.vllm.summaries import bytes_of, empty_request, seated
+from sparsekv.trainers.options import DEFAULT
+from sparsekv.trainers.phi import RECIPES
 
 RECIPE = RECIPES[DEFAULT]
 
@@ -85,23 +81,3 @@ def test_vllm_s_summaries_take_it() -> None:
         found.append(whole.query(None, queries))  # type: ignore[arg-type]
     assert sizes[0] == sizes[1] - 4 * 4 * (2 * RECIPE.width**2 + RECIPE.width + 1)  # float32, four query heads
     torch.testing.assert_close(found[0].features, found[1].features)
-
-
-@pytest.fixture
-def interpreted() -> None:
-    pytest.importorskip("triton")
-    if torch.cuda.is_available():
-        pytest.skip("the interpreter runs without a GPU")
-
-
-def test_the_kernels_are_their_twins(interpreted) -> None:
-    checks.check_completed((2, 128, 2 * RECIPE.key_width, RECIPE.features, 24), torch.float16, "cpu")
-    checks.check_query((2, 1, 128, RECIPE.width, RECIPE.features, 2, RECIPE.query_blocks), torch.float16, "cpu")
-
-
-def test_the_kernels_compile_for_sm90() -> None:
-    pytest.importorskip("triton")
-    clean = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, str(HERE / "small_compiled.py")], capture_output=True, text=True, env=clean,
-                          check=False)
-    assert done.returncode == 0 and done.stdout.strip().endswith("ok"), done.stdout[-2000:] + done.stderr[-2000:]

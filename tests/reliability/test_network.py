@@ -34,13 +34,13 @@ def trained(tmp_path_factory) -> Path:
 
 
 def use(monkeypatch, tmp_path: Path, url: str) -> None:
-    """huggingface_hub asks this address, with a token and an empty cache, and waits a second."""
+    """huggingface_hub asks this address, with a token and an empty cache, and waits 0.2 seconds."""
     from huggingface_hub import constants
 
     for name, value in (("ENDPOINT", url), ("HF_HUB_CACHE", str(tmp_path / "cache")),
                         ("HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}"),
-                        ("HF_HUB_DISABLE_XET", True), ("HF_HUB_OFFLINE", False), ("HF_HUB_DOWNLOAD_TIMEOUT", 1),
-                        ("HF_HUB_ETAG_TIMEOUT", 1)):
+                        ("HF_HUB_DISABLE_XET", True), ("HF_HUB_OFFLINE", False), ("HF_HUB_DOWNLOAD_TIMEOUT", 0.2),
+                        ("HF_HUB_ETAG_TIMEOUT", 0.2)):
         monkeypatch.setattr(constants, name, value)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setattr("time.sleep", lambda _: None)  # between two tries
