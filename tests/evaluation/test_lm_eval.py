@@ -256,6 +256,7 @@ def test_only_the_prompts_that_are_used_are_made(tmp_path, tokenizer, monkeypatc
 
     shown = []
     plain = prepare_niah.tqdm
-    monkeypatch.setattr(prepare_niah, "tqdm", lambda every, **words: shown.append(len(every)) or plain(every[:9], **words))
+    monkeypatch.setattr(prepare_niah, "tqdm",
+                        lambda every, **words: shown.append(len(every)) or plain(every[:9], **words))
     monkeypatch.setattr(req, "_fewer", lambda name, *_: name)
     assert req.make_requests(["niah_single_1"], tmp_path, [1024], 3) == made and shown == [500] and len(made) == 3

@@ -323,11 +323,12 @@ def builds() -> list[Build]:
     build(c.query_kernel, {**maps, "BLOCKS": 2, "WIDTH": 256}, completion.QUERY_WARPS, "bf16", (90,))
     build(c.factor_kernel, {"DIM": 64, "RANK": 16}, completion.FACTOR_WARPS, "bf16", (90,), rows="*fp32")
     build(c.factor_kernel, {"DIM": 256, "RANK": 16}, completion.FACTOR_WARPS, "bf16", (90,), rows="*fp32")
-    for units, features in ((units, features), (128, 128), (128, 256)):  # 192 padded
-        of_keys = {"BLOCK": ft.BLOCK, "DIM": 128, "UNITS": units, "FEATURES": features}
-        capabilities = (89, 90) if features == 128 else (90,)
+    for of_keys in ({"UNITS": units, "FEATURES": features}, {"UNITS": 128, "FEATURES": 128},
+                    {"UNITS": 128, "FEATURES": 256}):  # 192 padded
+        of_keys = {"BLOCK": ft.BLOCK, "DIM": 128, **of_keys}
+        capabilities = (89, 90) if of_keys["FEATURES"] == 128 else (90,)
         build(ftt.sums_kernel, of_keys, ft.SUM_WARPS, "bf16", capabilities)
-        build(ftt.join_kernel, {"BLOCK": ft.JOINED_AT_ONCE, "DIM": features}, ft.JOIN_WARPS, "bf16")
+        build(ftt.join_kernel, {"BLOCK": ft.JOINED_AT_ONCE, "DIM": of_keys["FEATURES"]}, ft.JOIN_WARPS, "bf16")
         build(ftt.features_kernel, of_keys, ft.WARPS, "bf16", capabilities)
     for dim in (64, 128, 256):
         build(d.decode_kernel, {"GROUP": 4, "ROWS": 16, "DIM": dim, "WIDTH": dim, "BLOCK": stored.KEYS_AT_ONCE,
