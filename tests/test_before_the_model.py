@@ -85,7 +85,7 @@ def test_every_command_has_a_case() -> None:
 
 
 READS_EVERY_TASK = "--output NEW --tasks chess"
-"""lm-eval takes seconds to name all its tasks; test_lm_eval asks it for one that is not there."""
+"""lm-eval takes some ten seconds to read the names of all its tasks."""
 
 
 @pytest.mark.parametrize(("command", "expected", "options"), [

@@ -39,7 +39,6 @@ def test_errors_are_one_sentence(cli, tmp_path) -> None:
         "exactly one of --prompt": ["generate", "--model", "m"],
         "no capture store at": ["train-phi", "--capture", nothing, "--output", str(tmp_path / "o")],
         "expected the folder of a capture store or an artifact": ["inspect", nothing],
-        "unknown tasks": ["eval", "--model", "m", "--output", nothing, "--tasks", "chess"],
         "needs a router artifact": ["eval", "--model", "m", "--output", nothing, "--methods", "router"],
         "fractions such as": ["eval", "--model", "m", "--output", nothing, "--budgets", "lots"],
         "unknown split": ["capture", "--model", "m", "--corpus", "embedded", "--output", nothing, "--split", "x"],

@@ -63,8 +63,12 @@ def test_unknown_arguments_and_sampling_are_refused(tokenizer, prompts) -> None:
         answers("sparsekv", tokenizer, sampled)
 
 
-def test_bad_tasks_and_lengths_are_refused_before_work(tmp_path, tokenizer) -> None:
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_bad_tasks_and_lengths_are_refused_before_work(tmp_path, tokenizer, monkeypatch, every: bool) -> None:
+    """every: of all tasks of lm-eval, whose names take it some ten seconds to read; else of RULER's."""
     tokenizer.save_pretrained(tmp_path)
+    if not every:
+        monkeypatch.setattr(req, "_all_tasks", lambda _: req._task_manager(tmp_path, [4096], ["niah_single_1"]))
     with pytest.raises(SparseKVError, match="unknown tasks nia"):
         req.make_requests(["nia"], tmp_path, [4096], 1)
     with pytest.raises(SparseKVError, match="do not fit into 512"):

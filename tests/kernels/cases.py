@@ -116,6 +116,8 @@ CHECKS = [
         each([(3, 3, 40, 71, 1, 30, 7, 2), (6, 2, 24, 1, 4, 16, 0, 1)], [F32])],
           # a logit of 1e4 is exact to 1e-3 in float32: so are the weights of near ties
           gpu=[each(STEPS, ON_A_DEVICE, logits=logits) for logits in (1.0, 1e4)]),
+    check(checks.check_eight_bits, "attend.split attend.merge", quick=[each([45], [F16])], slow=[each([100], [F16])],
+          gpu=[each([45, 1001], [F16, BF16])]),
     check(checks.check_what_is_left, "attend.completed attend.merge",
           quick=[each([(2, 1, 16, 31, 4, 6, 3, 1)], [F16])], slow=[each([WHOLE_STEP], INTERPRETED)],
           gpu=[each(STEPS, ON_A_DEVICE)]),

@@ -288,6 +288,17 @@ def check_completed(shape: tuple[int, ...], dtype: torch.dtype, device: str, few
         agree(found, truth, LIMITS[dtype], f"anchors ahead {shape}")
 
 
+def check_eight_bits(length: int, dtype: torch.dtype, device: str) -> None:
+    """Queries of two bytes and keys and values of one."""
+    q = torch.randn(1, 4, 32, device=device).to(dtype)
+    k, v = (torch.randn(1, 2, length, 32, device=device).to(torch.float8_e4m3fn) for _ in range(2))
+    tokens = torch.arange(7, length // 2, 2, dtype=torch.int32, device=device).expand(1, 2, -1)
+    how = {"scale": 0.2, "starts": torch.tensor([0], device=device), "sink_size": 4,
+           "tail_starts": torch.tensor([length - 20], device=device), "lengths": torch.tensor([length], device=device)}
+    agree(launch_attend(q, k, v, tokens, **how), attend_tokens_reference(*double((q, k, v)), tokens, **how),
+          LIMITS[dtype], f"eight bits {length}")
+
+
 def check_what_is_left(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
     """Nearly all of the estimate is of keys that are read: what is left is a difference of large numbers."""
     s = Step(shape, dtype, device)

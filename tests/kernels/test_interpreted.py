@@ -49,17 +49,6 @@ def test_attention_that_has_no_room_is_its_twin(run: Any) -> None:
     assert run(case, "cpu") == set()
 
 
-@pytest.mark.usefixtures("poisoned")
-def test_keys_and_values_of_eight_bits() -> None:
-    q = torch.randn(1, 4, 32).half()
-    k, v = (torch.randn(1, 2, 100, 32).to(torch.float8_e4m3fn) for _ in range(2))
-    tokens = torch.arange(7, 47, 2, dtype=torch.int32).expand(1, 2, -1)
-    how = {"scale": 0.2, "starts": torch.tensor([0]), "sink_size": 4, "tail_starts": torch.tensor([80]),
-           "lengths": torch.tensor([100])}
-    checks.agree(attend.launch_attend(q, k, v, tokens, **how),
-                 attend.attend_tokens_reference(q.double(), k.double(), v.double(), tokens, **how), 5e-3, "fp8")
-
-
 def test_bins() -> None:
     checks.check_bins()
 
