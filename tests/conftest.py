@@ -1,5 +1,5 @@
-"""Without a GPU kernels run under Triton's interpreter, which must be chosen before any module defines one. Where files
-are dealt out to processes (`pytest -n`), each computes with one thread. Models and captures that several files read are
+"""Without a GPU kernels run under Triton's interpreter, which must be chosen before any module defines one. Every process
+computes with one thread, however files are dealt out to them (`pytest -n`). Models and captures that several files read are
 made once a session, whichever process asks first; a test that changes one copies it."""
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from forks import Forks
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
-if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
-    torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
+torch.set_num_threads(1)
 sys.path += [str(Path(__file__).parent / room) for room in ("capture", "trainers", "runtime")]
 
 
