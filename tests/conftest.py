@@ -1,6 +1,6 @@
-"""Without a GPU kernels run under Triton's interpreter, which must be chosen before any module defines one. Every process
-computes with one thread, however files are dealt out to them (`pytest -n`). Models and captures that several files
-read are made once a session, whichever process asks first; a test that changes one copies it."""
+"""Without a GPU kernels run under Triton's interpreter, which must be chosen before any module defines one. Every
+process computes with one thread, however files are dealt out to them (`pytest -n`). Models and captures that several
+files read are made once a session, whichever process asks first; a test that changes one copies it."""
 
 from __future__ import annotations
 
