@@ -471,7 +471,7 @@ SUMMARY = Grid("", ["", "full attention", "sparsekv, untrained", "sparsekv, trai
       for name, case in LENGTHS),
     ["first token, 128k, 8B shape [s]", *(
         ms("8b-128k-b1", m, "first_token_s") for m in ("dense", "untrained", "sketch_phi"))],
-    *([f"KL to full attention, {words}, 32k, 1.5B, `fit=\"fitted\"` [nats/token]", "0", *(Cell(
+    *([f"KL to full attention, {words}, 32k, 1.5B [nats/token]", "0", *(Cell(
         rows="kl", where={"case": f"{MODEL}:{kind}@32768", "method": m, "metric": "kl"}, form="{:.4f}")
         for m in ("sketch+centroid", "sketch+phi"))] for words, kind in (("RULER", "ruler"), ("text", "text"))),
     ["RULER, 16k, 1.5B [points]", "0", points("sketch+centroid", 0.01), points("sketch+phi", 0.01)],
