@@ -21,8 +21,6 @@ TINY = 1e-30
 RECENT = 5
 GAMMA = 0.95
 """Decay of the score tables per step (the paper's)."""
-ETA = 0.85
-"""Share of attention on the sink from which a head is not searched (the paper's)."""
 OBSERVED = 64
 """Last prompt tokens that fill the tables."""
 
@@ -31,7 +29,7 @@ OBSERVED = 64
 class LFPS(Selector):
     """Per query head a vertical table `V[i]` over positions and a slash table `S[t − i]` over distances (LFPS §4.2).
 
-    A step: (1) heads whose sink takes more than `ETA` of the attention are not searched, the mean key and value stand
+    A step: (1) heads whose sink takes more than `eta` of the attention are not searched, the mean key and value stand
     for the rest; (2) candidates `V[i] > thr_V or S[t − i] > thr_S`; (3) their neighbours at −1, 0, 1, 2 whose scores
     are above a table's mean; (4) exact scores of the candidates, the best `token_budget` are read, and both tables
     learn: `V ← γV + (1 − γ)·a/2`. They begin as what that would have made of the prompt's last rows.
@@ -46,6 +44,8 @@ class LFPS(Selector):
     scores_keys: ClassVar[bool] = True
 
     alpha: float = option(0.3, help="Scale of the candidate thresholds; 0.1 to 0.4 trades budget for recall.", min=0)
+    eta: float = option(0.85, help="Share of the attention on the sink from which a head is not searched.",
+                        min=0, max=1)
     per_query_head: bool = option(False, help="Every query head has its own candidates and list, as in the paper; "
                                               "otherwise the heads of a group share one and token_budget counts it.")
     fills: bool = option(False, help="Lower the thresholds until token_budget is used, where alpha would read less.")
@@ -197,7 +197,7 @@ class LFPS(Selector):
         spread = self.variance_ratio * q.square().sum(-1)
         rest = mean + spread / 2 + regions.mid_sizes.clamp(min=1).log()[:, None]
         share = torch.softmax(torch.stack([sink, rest, recent]), dim=0)[0]
-        return share > ETA, self.mean_value.repeat_interleave(group, dim=1), rest
+        return share > self.eta, self.mean_value.repeat_interleave(group, dim=1), rest
 
     def _fill(self, view: LayerView) -> Tensor:
         """Tables from the last prefill rows: `V[i] = (1 − γ) Σ_u γ^{w−u} a_{u,i}/2`, `S[t_u − i]` likewise.
