@@ -116,16 +116,18 @@ class LFPS(Selector):
         """Steps 2 and 3: list and position of every candidate, lists in order, positions ascending, `[n]` each. A list
         shared by a group has what any of its heads proposes."""
         low, high = int(view.regions.mid_first.min()), int(view.regions.mid_last.max())
-        v, s = self.vertical.window(low, high, t), self.slash.window(low, high, t)
-        group = view.num_query_heads // lists
-        cut_v, cut_s = self.vertical.threshold(self.alpha), self.slash.threshold(self.alpha)
-        found = (v > cut_v).logical_or_(s > cut_s)
+        group, size, asked = view.num_query_heads // lists, high - low, ~bypass.flatten()
+        cuts = [table.threshold(self.alpha) for table in (self.vertical, self.slash)]
+        found = torch.zeros(len(asked) // group, size, dtype=torch.bool, device=asked.device)
+        for table, cut in zip((self.vertical, self.slash), cuts, strict=True):
+            row, token = table.above(cut, t)
+            inside = (token >= low) & (token < high) & asked[row]
+            found.view(-1)[row[inside] // group * size + token[inside] - low] = True
         if self.fills and self.widest:
-            found |= self._highest(view, torch.maximum(v / cut_v.clamp(min=TINY), s / cut_s.clamp(min=TINY)), low, high)
-        if bool(bypass.any()):
-            found &= ~bypass.reshape(-1, 1)
-        found = found.view(found.shape[0] // group, group, high - low)
-        found = found[:, 0] if group == 1 else found.any(1)
+            height = torch.maximum(*(table.window(low, high, t) / cut.clamp(min=TINY)
+                                     for table, cut in zip((self.vertical, self.slash), cuts, strict=True)))
+            highest = self._highest(view, height, low, high) & asked[:, None]
+            found |= highest.view(-1, group, size).any(1)
         near = found.clone()
         near[:, :-1] |= found[:, 1:]
         near[:, 1:] |= found[:, :-1]
@@ -133,12 +135,12 @@ class LFPS(Selector):
         if view.keys.shape[0] > 1:
             near &= view.regions.mid_mask(low, high).repeat_interleave(lists, dim=0)
         row, column = near.nonzero(as_tuple=True)
-        place = (row * group)[:, None] + torch.arange(group, device=row.device)
-        above = (v[place, column[:, None]] > self.vertical.mean[place, 0]) | (
-            s[place, column[:, None]] > self.slash.mean[place, 0])
-        keep = above.any(1)
-        if self.fills:
-            keep |= found[row, column]
+        keep = found[row, column]  # above a threshold, and so above its mean
+        others = (~keep).nonzero()[:, 0]
+        place = (row[others] * group)[:, None] + torch.arange(group, device=row.device)
+        token = column[others, None] + low
+        v, s = (table.at(place, token, t) > table.mean[:, 0][place] for table in (self.vertical, self.slash))
+        keep[others] = (v | s).any(1)
         return row[keep], column[keep] + low
 
     def _highest(self, view: LayerView, height: Tensor, low: int, high: int) -> Tensor:
@@ -164,6 +166,8 @@ class LFPS(Selector):
         scores = torch.bmm(q.reshape(batch * lists, heads // lists, dim), keys.mT).mul_(view.scale)
         scores.masked_fill_((tokens < 0)[:, None], NEG_INF)
         k, widest = self.budget, min(self.widest, width)
+        if width <= int(k.min()):
+            return tokens.view(batch, lists, width), scores.unflatten(0, (batch, lists))
         total = scores[:, 0] if heads == lists else scores.softmax(-1).nan_to_num_(0.0).sum(1)
         total = total.masked_fill(tokens < 0, NEG_INF)
         place = total.topk(widest, dim=-1, sorted=batch > 1).indices
