@@ -30,8 +30,8 @@ class RecommendConfig:
                                                "layers and heads, at least this (layers of full attention count as 1).",
                                     min=0, max=1)
     selector: str | None = option(None, help=lambda: (
-        f"Selector: {' or '.join(diagnosed())} (topk reads every key to choose); without it the one that "
-        "needs most training of those that the diagnostics have."))
+        f"Selector: {' or '.join(diagnosed())} (topk reads every key to choose); without it a trained one if the "
+        "diagnostics have it."))
     dense_layers: str = option("0", help="Layers that keep full attention whatever they cost, separated by commas.")
     overwrite: bool = option(False, help="Replace an existing settings file.")
 
@@ -89,7 +89,7 @@ def recommend(
     token, on the convex hull of its choices, until the goal is met. Raises SparseKVError for an unknown selector.
     """
     have = [name for name in diagnosed() if name in d.errors]
-    selector = selector or max(have, key=lambda name: len(SELECTOR_ROWS[name].needs))
+    selector = selector or max(have, key=lambda name: bool(SELECTOR_ROWS[name].needs))
     if selector not in have:
         raise SparseKVError(f"the diagnostics have no selector {selector!r}; they have {', '.join(have)}")
     menu = {layer: choices(d, row, selector) for row, layer in enumerate(d.layers)

@@ -127,8 +127,7 @@ def served_model(serving: Serving, shape: ServedShape) -> ServedModel:
     _check_shape(router.config.model, shape, what)
     if phi is not None:
         _check_shape(phi.config.model, shape, f"the feature maps {str(phi.path or '')!r}")
-    name = serving.selector or (None if recommended is None else
-                                recommended.selector if recommended.selector in served() else "router")
+    name = serving.selector or (None if recommended is None else "router")
     if name == "sketch" and router.sketch is None:
         raise SparseKVError(f"{what} has no sketches, which selector sketch needs; train it with them, or serve with "
                             "selector router")
@@ -177,9 +176,9 @@ def _check_recommended(found: Settings, serving: Serving, shape: ServedShape) ->
     if serving.completion == "phi" and found.completion != "phi":
         raise SparseKVError(f"the settings file {serving.recommended!r} completes with {found.completion} and has no "
                             "gates; recommend again from diagnostics with feature maps, or leave out completion")
-    if found.selector not in served() and serving.router is None and serving.artifacts is None:
+    if found.selector != "router" and serving.router is None and serving.artifacts is None:
         raise SparseKVError(f"the settings file {serving.recommended!r} is for selector {found.selector}; expected "
-                            f"{' or '.join(served())}; recommend again with --selector router")
+                            "router; recommend again with --selector router")
 
 
 def _check_shape(model: dict[str, Any], shape: ServedShape, what: str) -> None:
