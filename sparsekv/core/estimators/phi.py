@@ -88,6 +88,7 @@ class PhiEstimator(Estimator):
     """
 
     row_state: ClassVar[tuple[str, ...]] = ("state", "mean", "bias", "built_size", "covariance")
+    restorable: ClassVar[bool] = True
 
     def __init__(self, layer: TrainedMaps):
         self.layer = self.calibrated = layer
@@ -111,8 +112,7 @@ class PhiEstimator(Estimator):
         edges = view.regions.edges
         self.mean = mean = key_mean(view.keys_at, first, last, edges)
         self.built_size = view.regions.mid_sizes if self.layer.centred else None
-        equal = view.regions.equal
-        self.built_equal = None if equal is None else equal[1] - equal[0]
+        self._built_over(view)
         centre = None if self.centre is None else view.scale * self.centre
         key_map = self.map_for(view)
         made = for_request(key_map, mean)
@@ -121,6 +121,15 @@ class PhiEstimator(Estimator):
         if self.layer.capped:
             covariance = key_covariance(view.keys_at, first, last, mean, edges)
             self._describe(view, view.scale * mean, view.scale**2 * covariance)
+
+    def restore(self, view: CacheLayer, state: dict[str, Any]) -> None:
+        super().restore(view, state)
+        self._built_over(view)
+        self.map_for(view)
+
+    def _built_over(self, view: CacheLayer) -> None:
+        equal = view.regions.equal
+        self.built_equal = None if equal is None else equal[1] - equal[0]
 
     def load(self, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
         return [*self._map_of_keys(dtype, device), *self._query_maps(dtype)]
