@@ -619,6 +619,13 @@ PAPER_PAGE: dict[str, Any] = {
 """What docs/papers.md shows of each paper."""
 PLACES: dict[str, dict[str, Any]] = {
     "docs/papers.md": PAPER_PAGE,
+    "docs/train.md": {"saap": Text(
+        "That model stays below its untrained control: at 1, 2 and 5 % of 16k tokens it has {}, {} and {} points to "
+        "full attention\n(1.5B, RULER), the mean keys of the same buckets moved to the request {}, {} and {} ([rows]("
+        "papers.md#saap)).\nThe default is neither: sketches of keys, with buckets of the request.", [
+            Cell(rows="real", where=real("ruler@16384", "coder-1.5b-saap", method=f"router:scores={scores}", budget=b,
+                                         against="full", metric="difference"), form="{:+.1f}", spread="±")
+            for scores in ("mlp", "mean_key") for b in FEW])},
     "README.md": {"figures": FIRST, "summary": SUMMARY}, "docs/start.md": {"demo": Table(
         "", "demo", {"method": "what a step reads", "budget": "budget"}, [
             *(Cell(title, {"case": "perplexity@2048", "metric": metric}, form, of=of, scale=scale)
