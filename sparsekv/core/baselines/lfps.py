@@ -133,15 +133,18 @@ class LFPS(Selector):
         near[:, 1:] |= found[:, :-1]
         near[:, 2:] |= found[:, :-2]
         if view.keys.shape[0] > 1:
-            near &= view.regions.mid_mask(low, high).repeat_interleave(lists, dim=0)
-        row, column = near.nonzero(as_tuple=True)
-        keep = found[row, column]  # above a threshold, and so above its mean
-        others = (~keep).nonzero()[:, 0]
-        place = (row[others] * group)[:, None] + torch.arange(group, device=row.device)
-        token = column[others, None] + low
-        v, s = (table.at(place, token, t) > table.mean[:, 0][place] for table in (self.vertical, self.slash))
-        keep[others] = (v | s).any(1)
-        return row[keep], column[keep] + low
+            inside = view.regions.mid_mask(low, high).repeat_interleave(lists, dim=0)
+            near, found = near & inside, found & inside
+        # what is above a threshold is above its mean
+        others = (near ^ found).view(-1).nonzero()[:, 0]
+        row, token = others // size, others % size + low
+        for table in (self.vertical, self.slash):
+            place = (row * group)[:, None] + torch.arange(group, device=row.device)
+            above = (table.at(place, token[:, None], t) > table.mean[:, 0][place]).any(1)
+            found.view(-1)[others[above]] = True
+            others, row, token = (x[~above] for x in (others, row, token))
+        row, column = found.nonzero(as_tuple=True)
+        return row, column + low
 
     def _highest(self, view: LayerView, height: Tensor, low: int, high: int) -> Tensor:
         """Where the `widest` largest of every query head's row are, `[B·Hq, high − low]`."""

@@ -157,7 +157,7 @@ def maker(decoding: Decoding) -> dict[str, Any]:
 def _packed(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     """A state as JSON, its tensors among others under names that begin with `name`."""
     if isinstance(value, Tensor):
-        tensors[name] = value
+        tensors[name] = value.to("cpu", copy=True)  # layers share some, and a file holds no tensor twice
         return name
     if isinstance(value, dict):
         return {k: _packed(x, f"{name}.{k}", tensors) for k, x in value.items()}
