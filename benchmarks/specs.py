@@ -576,7 +576,8 @@ PAPER_PAGE: dict[str, Any] = {
          "1.5B, RULER, 32k, 104 prompts, maps of 32k, H100"],
         ["", "", gained("ruler@32768", 0.01), "39 prompts, maps of 16k, H200"],
         ["… at equal worst-case budgets, 2 %", "+1.4", gained("worst@16384", 0.02), "1.5B, RULER, 16k, 52 prompts"],
-        ["error at 1 %, maps as published", "", completed_error("phi_paper"), "SmolLM2, tuned to 32k; 8k tokens, 4,000 steps"],
+        ["error at 1 %, maps as published", "", completed_error("phi_paper"),
+         "SmolLM2, tuned to 32k; 8k tokens, 4,000 steps"],
         ["… of the default recipe's maps", "", completed_error("phi"), "the same"],
         ["… without maps", "", completed_error("none"), "the same"],
         ["points at 1 %, the paper's losses, keys of one hidden layer", "", Cell(rows="real", where=real(
