@@ -327,11 +327,20 @@ class Attachment:
             return self._logits(token, mask, place, cache) if logits is None else logits
 
     def save_prefix(self, cache: SparseCache, path: str | Path) -> None:
-        """Write a prefilled cache to one safetensors file. Raises SparseKVError for a model with sliding-window
-        layers."""
-        save_prefix(cache, path, model_fingerprint(self.model))
+        """Write a prefilled cache to one safetensors file, with the index and estimates that decoding builds over it,
+        where it has one row. Raises SparseKVError for a model with sliding-window layers."""
+        states = {i: layer.state for i, layer in enumerate(cache.layers) if isinstance(layer, SparseLayer)}
+        if cache.rows == 1:
+            self.runner.begin(cache, cache.get_seq_length())
+        try:
+            save_prefix(cache, path, model_fingerprint(self.model), self.decoding)
+        finally:
+            for i, state in states.items():
+                cast(SparseLayer, cache.layers[i]).state = state
 
-    def load_prefix(self, path: str | Path) -> SparseCache:
-        """A cache from `save_prefix`, on the model's device. Raises SparseKVError for another model's."""
+    def load_prefix(self, path: str | Path, *, index: bool = True) -> SparseCache:
+        """A cache from `save_prefix`, on the model's device. index: with the index and estimates that it holds; without
+        them they are built when decoding begins. Raises SparseKVError for another model's, and for index and estimates
+        that this attachment would not make."""
         device = next(self.model.parameters()).device
-        return load_prefix(self.cache(), path, model_fingerprint(self.model), device)
+        return load_prefix(self.cache(), path, model_fingerprint(self.model), device, self.decoding if index else None)
