@@ -33,7 +33,7 @@ test: $(STAMP)  ## the tests that need neither a GPU nor a network (some 5 minut
 	$(BIN)/python -m pytest -n auto --dist loadscope --durations=10
 
 test-slow: $(STAMP)  ## all shapes, types and draws of the quick tests, and the long ones (hours on two cores)
-	$(BIN)/python -m pytest -m slow -n auto --dist loadscope --durations=10
+	$(BIN)/python -m pytest -m 'slow and not gpu and not vllm and not network' -n auto --dist loadscope --durations=10
 
 test-gpu: $(STAMP)  ## the kernels on a CUDA device
 	$(BIN)/python -m pytest -m gpu
