@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sparsekv.core.rope import RopeTable
 from sparsekv.runtime.crossing import dense_rule
+from sparsekv.runtime.vllm.checks import check_pages
 from sparsekv.runtime.vllm.graphs import TURN, capture_twice
 from sparsekv.runtime.vllm.index import LayerIndex, Room, warm
 from sparsekv.runtime.vllm.paged import DecodeMetadata, Scales, UncodedSlots
@@ -31,6 +32,7 @@ from sparsekv.runtime.vllm.stock import (
     StockBackend,
     StockBuilder,
     StockImpl,
+    check_hook,
     full_graphs,
     graph_manager,
     layouts,
@@ -69,13 +71,14 @@ class ServedLayer:
         if self.index is None:
             pool = self.layer.kv_cache
             pool = pool[0] if isinstance(pool, list | tuple) else pool
-            if pool.dim() == 4 and pool.numel():
+            if pool.numel():
                 self.at(pool)
         return self.index
 
     def at(self, pool: Tensor) -> LayerIndex:
         """The index over these pages; another one where the engine has made new pages."""
         if self.index is None or self.pages != (pool.data_ptr(), pool.shape):
+            check_pages(pool.shape, self.impl.num_kv_heads, self.impl.head_size, self.builder.seats.places.page)
             uncoded = self.builder.make_room(pool, again=self.index is not None)
             self.index = LayerIndex(self.selector, pool, self.builder.room, uncoded, scale=self.impl.scale,
                                     rope=self.builder.rope, maps=self.maps, **self._rounded())
@@ -237,6 +240,8 @@ class SparseImpl(StockImpl):
     """One layer: the stock attention, and where it may decode sparsely, sparse steps."""
 
     served: ServedLayer | None = None
+    written = False
+    """Whether keys have come to their codes."""
 
     def __init__(
         self, num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None,
@@ -246,6 +251,7 @@ class SparseImpl(StockImpl):
     ) -> None:
         from vllm.config import get_current_vllm_config
 
+        check_hook()
         plan_for(get_current_vllm_config())
         for worker in workers():
             count_in(worker, counted)
@@ -267,6 +273,7 @@ class SparseImpl(StockImpl):
         if self.served is not None and kv_cache.numel():
             count = slot_mapping.shape[0]
             self.served.at(kv_cache).pages.write(key[:count], slot_mapping)
+            self.written = True
 
     def forward(
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Any,
@@ -276,6 +283,9 @@ class SparseImpl(StockImpl):
         if self.served is None or found is None or (found.lanes is None and not found.pieces):
             return super().forward(layer, query, key, value, kv_cache, None if found is None else found.full, output,
                                    output_scale, output_block_scale)
+        if not self.written:
+            raise SparseKVError(f"keys of layer {self.served.layer_idx} were written past do_kv_cache_update, where "
+                                "their codes are made; serve this model with vLLM's own attention")
         lanes, index = found.lanes, self.served.at(kv_cache)
         if lanes is not None and found.at is None:
             assert found.table is not None
@@ -296,7 +306,9 @@ class SparseImpl(StockImpl):
 
 
 class SparseBackend(StockBackend):
-    """`--attention-backend CUSTOM`."""
+    """`--attention-backend CUSTOM`. Models may not write keys by themselves (0.33)."""
+
+    supports_kv_cache_update_bypass = False
 
     @staticmethod
     def get_name() -> str:
