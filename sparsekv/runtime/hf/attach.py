@@ -37,6 +37,7 @@ from sparsekv.runtime.hf.prompts import (
 )
 from sparsekv.runtime.hf.runner import Runner
 from sparsekv.runtime.hf.supported import ARTIFACTS, check_cache, load_artifacts, model_within
+from sparsekv.runtime.hf.turns import PADDED, is_left
 from sparsekv.runtime.plan import RunOptions
 from sparsekv.runtime.process import usual_defaults
 from sparsekv.runtime.settings import load_settings
@@ -237,6 +238,7 @@ class Attachment:
                         mask = None if attention_mask is None else attention_mask[:, :past]
                         # a padded row counts from its first real token on, as `generate` does
                         place = None if mask is None else (mask.cumsum(-1) - 1).clamp(min=0)[:, -part.shape[1]:]
+                        mask, _ = cache.masked(mask, part.shape[1])
                         decoder(self.model)(input_ids=part, attention_mask=mask, position_ids=place,
                                             past_key_values=cache, use_cache=True)
             finally:
@@ -304,7 +306,10 @@ class Attachment:
         check_cache(cache)
         check_cache_rows(cache, ids.shape[0])
         if mask is not None:
-            check_mask(mask, ids.shape[0], cache.get_seq_length() + ids.shape[1], ends=ends)
+            held = cache.get_seq_length()
+            check_mask(mask, ids.shape[0], held + ids.shape[1], ends=ends)
+            if ends and not held and not is_left(mask):
+                raise SparseKVError(PADDED)
         return cast(SparseCache, cache)
 
     def step(self, ids: Tensor, cache: SparseCache) -> Tensor:
@@ -322,6 +327,7 @@ class Attachment:
     def _step(self, token: Tensor, mask: Tensor | None, place: Tensor | None, cache: SparseCache) -> Tensor:
         """Logits `[B, 1, V]` after one more token of every row, overwritten by the next step."""
         seat = hooks.seat_of(self)
+        mask, _ = cache.masked(mask, 1)
         with seat.lock:
             logits = self.runner.step(seat, cache, token, mask, place)
             return self._logits(token, mask, place, cache) if logits is None else logits

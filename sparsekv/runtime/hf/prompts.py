@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sparsekv.artifacts.checks import brief
 from sparsekv.runtime.hf.cache import SparseCache
+from sparsekv.runtime.hf.turns import PADDED
 from sparsekv.util.errors import SparseKVError
 
 INTEGERS = (torch.int64, torch.int32)
@@ -38,25 +39,16 @@ def check_ids(ids: Any, vocabulary: int) -> None:
 
 
 def check_mask(mask: Any, rows: int, tokens: int, *, ends: bool = False) -> None:
-    """Raises SparseKVError for anything but a mask `[B, tokens]`, 1 for a token and 0 for padding. ends: padding is on
-    the left, and every row ends with a token."""
+    """Raises SparseKVError for anything but a mask `[B, tokens]`, 1 for a token and 0 for padding. ends: every row
+    ends with a token."""
     _rows("attention_mask", mask)
     if list(mask.shape) != [rows, tokens]:
         raise SparseKVError(f"attention_mask is {list(mask.shape)}, expected {[rows, tokens]}: one number for every "
                             "token of every row, those in the cache included")
     if mask.is_complex() or not bool(((mask == 0) | (mask == 1)).all()):
         raise SparseKVError("attention_mask has other numbers than 0 and 1; give 1 for a token and 0 for padding")
-    if ends and mask.numel():
-        check_left(mask)
-
-
-def check_left(mask: Tensor) -> None:
-    """Raises SparseKVError for a mask `[B, tokens]` whose padding is not all on the left of every row."""
-    real = mask.bool()
-    if not bool(real[:, -1].all() & ~(real[:, :-1] & ~real[:, 1:]).any()):
-        raise SparseKVError("sparse decoding needs left padding, found padding after or between real tokens; set "
-                            "tokenizer.padding_side = 'left', and give turns of a batch that differ in length one by "
-                            "one, or the whole texts in a new cache")
+    if ends and mask.numel() and not bool(mask[:, -1].all()):
+        raise SparseKVError(PADDED)
 
 
 def check_chunk(size: Any) -> None:

@@ -363,11 +363,15 @@ def lengths_of(common: Any) -> Tensor:
 
 
 def rope_of() -> RopeTable:
-    """The rotary tables of the model that was loaded. Raises SparseKVError where there is not exactly one."""
+    """The rotary tables of the model that was loaded. Raises SparseKVError where there is not exactly one, and
+    where a token's place does not say its row."""
     modules = [m for m in rotary_modules() if getattr(m, "cos_sin_cache", None) is not None]
     if len(modules) != 1:
         raise SparseKVError(f"this model has {len(modules)} rotary tables and the router clusters keys without RoPE; "
                             "expected one table; train the router with --key-space rot")
+    if getattr(modules[0], "mrope_section", None):
+        raise SparseKVError("this model rotates images in three dimensions (M-RoPE) and the router clusters keys "
+                            "without RoPE, which a token's place does not undo; train the router with --key-space rot")
     tables = modules[0].cos_sin_cache.float().chunk(2, dim=-1)
     if modules[0].is_neox_style:
         return RopeTable("half", *(torch.cat([x, x], -1)[None] for x in tables))
