@@ -86,6 +86,18 @@ def test_every_row_is_what_it_is_alone(options: dict[str, Any]) -> None:
         assert attachment.report()["sparse_calls"]
 
 
+def test_a_turn_in_chunks_is_read_as_in_one_piece() -> None:
+    """Also where a chunk has nothing but a row's padding."""
+    model = model_of("llama")
+    (ids, mask), (more, real), _ = turns()
+    whole = torch.cat([mask, real, real[:, -1:]], 1)
+    with attach(model, **ALL) as attachment:
+        right, found = (attachment.generate(
+            more[:, -1:], whole, max_new_tokens=4, eos_token_id=[], pad_token_id=0, cache=attachment.prefill(
+                more, whole[:, :-1], cache=attachment.prefill(ids, mask), chunk_size=size)) for size in (None, 4))
+    assert torch.equal(found, right)
+
+
 def test_padding_elsewhere_and_a_mask_that_is_missing_are_refused() -> None:
     model = model_of("llama")
     (ids, mask), (more, real), _ = turns()

@@ -43,7 +43,7 @@ def turn_of(mask: Tensor, held: int, moved: bool) -> Turn:
     if not moved and is_left(mask):
         return Turn(mask)
     before, turn = mask[:, :held], mask[:, held:].bool()
-    if not bool(turn[:, -1].all()) or not (moved or is_left(before)):
+    if not bool((turn[:, -1] | ~turn.any(-1)).all()) or not (moved or is_left(before)):
         raise SparseKVError(PADDED)
     padding: list[int] = (~turn).sum(-1).tolist()
     return Turn(left_padded(mask), padding if any(padding) else (),
