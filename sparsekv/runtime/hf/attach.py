@@ -37,7 +37,6 @@ from sparsekv.runtime.hf.prompts import (
 )
 from sparsekv.runtime.hf.runner import Runner
 from sparsekv.runtime.hf.supported import ARTIFACTS, check_cache, load_artifacts, model_within
-from sparsekv.runtime.hf.turns import PADDED, is_left
 from sparsekv.runtime.plan import RunOptions
 from sparsekv.runtime.process import usual_defaults
 from sparsekv.runtime.settings import load_settings
@@ -306,10 +305,7 @@ class Attachment:
         check_cache(cache)
         check_cache_rows(cache, ids.shape[0])
         if mask is not None:
-            held = cache.get_seq_length()
-            check_mask(mask, ids.shape[0], held + ids.shape[1], ends=ends)
-            if ends and not held and not is_left(mask):
-                raise SparseKVError(PADDED)
+            check_mask(mask, *ids.shape, held=cache.get_seq_length(), ends=ends)
         return cast(SparseCache, cache)
 
     def step(self, ids: Tensor, cache: SparseCache) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparsekv.artifacts.checks import brief
 from sparsekv.runtime.hf.cache import SparseCache
-from sparsekv.runtime.hf.turns import PADDED
+from sparsekv.runtime.hf.turns import PADDED, is_left
 from sparsekv.util.errors import SparseKVError
 
 INTEGERS = (torch.int64, torch.int32)
@@ -38,16 +38,17 @@ def check_ids(ids: Any, vocabulary: int) -> None:
                             "the model's own tokenizer")
 
 
-def check_mask(mask: Any, rows: int, tokens: int, *, ends: bool = False) -> None:
-    """Raises SparseKVError for anything but a mask `[B, tokens]`, 1 for a token and 0 for padding. ends: every row
-    ends with a token."""
+def check_mask(mask: Any, rows: int, tokens: int, *, held: int = 0, ends: bool = False) -> None:
+    """Raises SparseKVError for anything but a mask `[B, held + tokens]`, 1 for a token and 0 for padding. ends: every
+    row ends with a token, and without held ones its padding is on the left."""
     _rows("attention_mask", mask)
+    tokens += held
     if list(mask.shape) != [rows, tokens]:
         raise SparseKVError(f"attention_mask is {list(mask.shape)}, expected {[rows, tokens]}: one number for every "
                             "token of every row, those in the cache included")
     if mask.is_complex() or not bool(((mask == 0) | (mask == 1)).all()):
         raise SparseKVError("attention_mask has other numbers than 0 and 1; give 1 for a token and 0 for padding")
-    if ends and mask.numel() and not bool(mask[:, -1].all()):
+    if ends and mask.numel() and not (bool(mask[:, -1].all()) and (held or is_left(mask))):
         raise SparseKVError(PADDED)
 
 
