@@ -36,34 +36,47 @@ def turns() -> list[tuple[torch.Tensor, torch.Tensor]]:
     return found
 
 
-def chat(model: Any, cache: Any, **options: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """All text of a batch of chats, and the scores of every answer."""
-    text, mask, scores = torch.zeros(2, 0, dtype=torch.long), torch.zeros(2, 0, dtype=torch.long), []
+def chat(model: Any, cache: Any, row: int | None = None) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """All answers of a batch of chats `[B, n]`, and their scores; row: of that row by itself, without padding."""
+    rows = 2 if row is None else 1
+    text, mask = torch.zeros(rows, 0, dtype=torch.long), torch.zeros(rows, 0, dtype=torch.long)
+    said, scores = [], []
     for ids, real in turns():
+        if row is not None:
+            ids, real = (x[row:row + 1, real[row].bool()] for x in (ids, real))
         text, mask = torch.cat([text, ids], 1), torch.cat([mask, real], 1)
         out = model.generate(text, attention_mask=mask, past_key_values=cache, max_new_tokens=NEW, do_sample=False,
-                             eos_token_id=None, pad_token_id=0, return_dict_in_generate=True, output_scores=True,
-                             **options)
+                             eos_token_id=None, pad_token_id=0, return_dict_in_generate=True, output_scores=True)
         text, scores = out.sequences, [*scores, *out.scores]
-        mask = torch.cat([mask, mask.new_ones(2, NEW)], 1)
-    return text, scores
+        said.append(text[:, -NEW:])
+        mask = torch.cat([mask, mask.new_ones(rows, NEW)], 1)
+    return torch.cat(said, 1), scores
 
 
+def error(found: list[torch.Tensor], right: list[torch.Tensor]) -> float:
+    return max(float((a - b).norm() / b.norm()) for a, b in zip(found, right, strict=True))
+
+
+@pytest.mark.parametrize("chunks", [False, True])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-def test_turns_of_other_lengths_are_answered_as_by_the_model(family: str) -> None:
+def test_turns_of_other_lengths_are_answered_as_by_the_model(family: str, chunks: bool) -> None:
+    """As to each row alone: in a batch a window of transformers' counts the padding that lies in it."""
     from transformers import DynamicCache
 
     model = model_of(family)
-    text, right = chat(model, DynamicCache(config=model.config))
-    with attach(model, **ALL) as attachment:
+    alone = [chat(model, DynamicCache(config=model.config), row) for row in (0, 1)]
+    with attach(model, **ALL, run=RunOptions(sparse_chunks=chunks)) as attachment:
         found, scores = chat(model, attachment.cache())
         assert attachment.report()["sparse_calls"] and attachment.report()["replayed_steps"]
-    assert torch.equal(found, text)
-    assert max(float((a - b).norm() / b.norm()) for a, b in zip(scores, right, strict=True)) < 1e-4
+    for row, (said, right) in enumerate(alone):
+        assert torch.equal(found[row], said[0])
+        assert error([x[row:row + 1] for x in scores], right) < 1e-4
+    if family == "llama":
+        said, right = chat(model, DynamicCache(config=model.config))
+        assert torch.equal(found, said) and error(scores, right) < 1e-4
 
 
-@pytest.mark.parametrize("options", [{}, {"placement": "cpu"}, {"run": RunOptions(replays=False)},
-                                     {"run": RunOptions(sparse_chunks=True)}])
+@pytest.mark.parametrize("options", [{}, {"placement": "cpu"}, {"run": RunOptions(replays=False)}])
 def test_every_row_is_what_it_is_alone(options: dict[str, Any]) -> None:
     """By a router of keys without RoPE, of few tokens, in the attachment's own loop; tables move with their keys."""
     model = model_of("llama")
