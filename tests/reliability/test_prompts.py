@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -144,6 +145,7 @@ def test_a_text_beyond_the_models_positions_is_said_in_one_line(cli, tmp_path, m
 
 
 def test_a_rotation_that_grows_with_the_text_has_no_last_position() -> None:
-    longer = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
-    assert beyond_positions(make_model(max_position_embeddings=64, rope_parameters=longer).config, 65) is None
-    assert beyond_positions(make_model(max_position_embeddings=64).config, 64) is None
+    config = copy.deepcopy(make_model(max_position_embeddings=64).config)
+    assert beyond_positions(config, 64) is None and beyond_positions(config, 65) is not None
+    config.rope_parameters = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    assert beyond_positions(config, 65) is None

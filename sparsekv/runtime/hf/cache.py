@@ -121,7 +121,11 @@ class SparseLayer(StoredLayer, DynamicLayer):
         new, count = query.detach(), query.shape[2]
         if self.recent is not None and self.recent_end == end - count and (count < OBSERVED or moves):
             new = torch.cat([self.recent, new], dim=2)
-            move(new, moves, count)
+        elif moves:
+            new = new.clone()
+        move(new, moves, count)
+        for row, padding in enumerate(moves):
+            new[row, :, :padding] = 0.0  # no query is like a key, and the moments of queries are those of real ones
         self.recent, self.recent_end = new[:, :, -OBSERVED:].clone(), end
 
     def crop(self, tokens_to_remove: int) -> None:
