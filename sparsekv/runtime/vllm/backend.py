@@ -140,6 +140,9 @@ class SparseBuilder(AttentionMetadataBuilder):
         manager = graph_manager()
         if manager is not None:
             capture_twice(manager, full_graphs())
+        elif device.type == "cuda" and not self.eager:
+            logging.getLogger("vllm.sparsekv").info("this vLLM keeps its full CUDA graphs elsewhere: batches of short "
+                                                    "requests replay graphs with sparse steps")
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
