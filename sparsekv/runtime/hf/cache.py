@@ -293,7 +293,7 @@ class SparseCache(Cache):
             raise SparseKVError(PADDED)
         self.moves = turn.moves
         if self.moves:
-            self.moved, self.plan = True, None
+            self.moved, self.plan, self.built = True, None, None
             for layer in self.layers:
                 if isinstance(layer, SparseLayer):
                     layer.state = None
