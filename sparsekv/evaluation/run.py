@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -146,6 +147,7 @@ def run_eval(config: EvalConfig) -> EvalResult:
 
 def _run(config: EvalConfig, checked: Checked, output: Path) -> EvalResult:
     from sparsekv.artifacts.hub.models import cache_bytes, load_config, load_model, resolve_device
+    from sparsekv.artifacts.hub.rotary import beyond_positions
     from sparsekv.evaluation.evaluator import Evaluator
     from sparsekv.evaluation.rows import as_text, with_origin
     from sparsekv.evaluation.scores import score_rows
@@ -166,6 +168,9 @@ def _run(config: EvalConfig, checked: Checked, output: Path) -> EvalResult:
     for artifact in (checked.router, checked.phi):
         if artifact is not None:
             artifact.check(model)
+    beyond = beyond_positions(model.config, max(r.length + r.answer_tokens for r in requests))
+    if beyond is not None:
+        print(beyond, file=sys.stderr)
     kind = _kind(output)
     if config.overwrite and not config.resume and _own(output, "cells*.jsonl", CELLS):
         requests_there = _own(output, "*.jsonl*", REQUESTS)

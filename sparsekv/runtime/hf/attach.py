@@ -237,6 +237,7 @@ class Attachment:
                         mask = None if attention_mask is None else attention_mask[:, :past]
                         # a padded row counts from its first real token on, as `generate` does
                         place = None if mask is None else (mask.cumsum(-1) - 1).clamp(min=0)[:, -part.shape[1]:]
+                        mask, _ = cache.masked(mask, part.shape[1])
                         decoder(self.model)(input_ids=part, attention_mask=mask, position_ids=place,
                                             past_key_values=cache, use_cache=True)
             finally:
@@ -304,7 +305,7 @@ class Attachment:
         check_cache(cache)
         check_cache_rows(cache, ids.shape[0])
         if mask is not None:
-            check_mask(mask, ids.shape[0], cache.get_seq_length() + ids.shape[1], ends=ends)
+            check_mask(mask, *ids.shape, held=cache.get_seq_length(), ends=ends)
         return cast(SparseCache, cache)
 
     def step(self, ids: Tensor, cache: SparseCache) -> Tensor:
@@ -322,6 +323,7 @@ class Attachment:
     def _step(self, token: Tensor, mask: Tensor | None, place: Tensor | None, cache: SparseCache) -> Tensor:
         """Logits `[B, 1, V]` after one more token of every row, overwritten by the next step."""
         seat = hooks.seat_of(self)
+        mask, _ = cache.masked(mask, 1)
         with seat.lock:
             logits = self.runner.step(seat, cache, token, mask, place)
             return self._logits(token, mask, place, cache) if logits is None else logits

@@ -38,6 +38,7 @@ def generate(config: GenerateConfig) -> None:
     from transformers import TextStreamer
 
     from sparsekv.artifacts.hub.models import load_model
+    from sparsekv.artifacts.hub.rotary import beyond_positions
     from sparsekv.runtime.decoding import choose_selector
     from sparsekv.runtime.hf.attach import attach
     from sparsekv.runtime.hf.supported import load_artifacts
@@ -50,6 +51,9 @@ def generate(config: GenerateConfig) -> None:
     model, tokenizer = load_model(config.model, dtype=config.dtype, device=config.device,
                                   rope_scaling=config.rope_scaling)
     inputs = _encode(tokenizer, text, config.chat_template, config.special_tokens).to(model.device)
+    beyond = beyond_positions(model.config, inputs["input_ids"].shape[1] + config.max_new_tokens)
+    if beyond is not None:
+        print(beyond, file=sys.stderr)
     with attach(model, config=sparse) as attachment:
         started = time.perf_counter()
         out = attachment.generate(

@@ -12,6 +12,7 @@ import functools
 import inspect
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import flash_attention_mask
+from transformers.masking_utils import causal_mask_function, flash_attention_mask
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from sparsekv.artifacts.hub.models import decoder
@@ -30,14 +31,16 @@ from sparsekv.core.rope import LayerRope, find_layout
 from sparsekv.runtime.hf.cache import GrowingRope, SparseCache, SparseLayer
 from sparsekv.runtime.hf.generate_hook import with_cache
 from sparsekv.runtime.hf.model_pass import PLANNED, Layers
-from sparsekv.runtime.hf.prompts import check_cache_rows, check_left
+from sparsekv.runtime.hf.prompts import check_cache_rows
 from sparsekv.runtime.hf.supported import check_attentions, check_cache, check_uncompiled, holders
 from sparsekv.runtime.process import NOW, known, seat_for, seats, usual_defaults
 from sparsekv.util.errors import SparseKVError
 
 NAME = "sparsekv"
 STEP_OPTIONS = frozenset({"input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "return_dict",
-                          "logits_to_keep"})
+                          "logits_to_keep",
+                          # of a prompt's images, of which a step has none
+                          "mm_token_type_ids", "image_grid_thw", "video_grid_thw", "second_per_grid_ts"})
 BATCHED = ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager")
 """Methods of continuous batching, whose cache of pages is transformers' own."""
 CHECKPOINTS = ("gradient checkpointing in training drops the cache, and steps would see no text before them; call "
@@ -69,6 +72,8 @@ class Seat:
         self.holders = holders(model, modules)
         self.lock = threading.RLock()
         self.thread = 0
+        self.warned = False
+        """Whether it was said that passes run elsewhere."""
         self.ropes: dict[Any, LayerRope | None] = {}
         """How the model's rotary tables become ours, by kind of layer."""
         self.layers = Layers(model, modules)
@@ -280,8 +285,14 @@ class Seat:
                 check_cache_rows(cache, given.shape[0])
                 counters.chunks += given.shape[1] > 1 and cache.get_seq_length() > 0
                 mask = kwargs.get("attention_mask")
-                if given.shape[1] > 1 and isinstance(mask, Tensor) and mask.dim() == 2 and cache.get_seq_length():
-                    check_left(mask)
+                if mask is None or (isinstance(mask, Tensor) and mask.dim() == 2):
+                    # of a pass of `generate`, which wants the last logits, the tokens may have another order
+                    places = kwargs.get("position_ids")
+                    mask, order = cache.masked(mask, given.shape[1], NOW.answer is not None and isinstance(
+                        ids, Tensor) and isinstance(places, Tensor) and places.shape == ids.shape)
+                    kwargs = kwargs if mask is None else kwargs | {"attention_mask": mask}
+                    if order is not None and places is not None:
+                        kwargs = kwargs | {"input_ids": given.gather(1, order), "position_ids": places.gather(1, order)}
         return kwargs
 
     def _read_anew(self, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -310,6 +321,8 @@ class Seat:
             _check_named(module.config)
             if cache is not None:
                 check_cache(cache)
+        elif self.attachments:
+            self._elsewhere(cache)
         if isinstance(cache, SparseCache) and tables is not None:
             layer = cache.layers[module.layer_idx] if module.layer_idx < len(cache.layers) else None
             if isinstance(layer, SparseLayer):
@@ -319,7 +332,19 @@ class Seat:
                 rope = self.ropes[key]
                 if rope is not None:
                     table = cache.rope.setdefault(key, GrowingRope(rope.layout, cache.reserve))
-                    table.append(rope.table(tables[0]), rope.table(tables[1]), layer.get_seq_length())
+                    table.append(rope.table(tables[0]), rope.table(tables[1]), layer.get_seq_length(), cache.moves)
+
+    def _elsewhere(self, cache: Any) -> None:
+        """A pass of another thread that did not come by the model's forward. Raises SparseKVError for one with a cache
+        of ours; of others says once that they are not decoded sparsely."""
+        if isinstance(cache, SparseCache):
+            raise SparseKVError("another thread than the one that attached called the decoder by itself; call the "
+                                "model, or attachment.prefill and attachment.step")
+        if not self.warned:
+            self.warned = True
+            warnings.warn("a pass of another thread runs with the model's own attention and not sparsely: it began "
+                          "before the model was attached to, or calls the decoder by itself; call the model",
+                          stacklevel=2)
 
     def _see_tables(self, decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A plan's rotary tables, before the first layer of a kind."""
@@ -411,18 +436,37 @@ def _attention(
         raise SparseKVError(f"{type(module).__name__} has learned attention sinks and caps its scores, which sparsekv "
                             "does not support together")
     NOW.reached += 1
+    own = None
+    if getattr(attention_mask, "sees_ahead", False):
+        own = functools.partial(_own_attention(module), module, attention_mask=attention_mask, scaling=scaling,
+                                dropout=dropout, sliding_window=sliding_window, softcap=softcap, **kwargs)
     out = attachment.runner.attention(
-        module, seen[2], query, key, value, attention_mask, scale, sliding_window, softcap, sinks)
+        module, seen[2], query, key, value, attention_mask, scale, sliding_window, softcap, sinks, own)
     return out.transpose(1, 2).contiguous(), None
 
 
 def _mask(*args: Any, config: Any, **kwargs: Any) -> Any:
-    """The mask of a pass: as FlashAttention takes it, 2-D or none; the model's own for one that is not ours."""
+    """The mask of a pass: as FlashAttention takes it, 2-D or none; the model's own for one that is not ours, and for a
+    prompt with spans that see both ways (an image's)."""
     seat = next((seat for seat in seats() if seat.own_name(config) is not None), None)
-    if seat is None or seat.is_ours():
+    ours = seat is None or seat.is_ours()
+    if seat is None or (ours and not _sees_ahead(**kwargs)):
         return flash_attention_mask(*args, **kwargs)
     make = AttentionMaskInterface().get(seat.own_name(config), flash_attention_mask)
-    return make(*args, config=config, **kwargs)
+    found: Any = make(*args, config=config, **kwargs)
+    if ours and found is not None:
+        found.sees_ahead = True
+    return found
+
+
+def _sees_ahead(*, batch_size: int, q_length: int, q_offset: Any = 0, mask_function: Any = causal_mask_function,
+                device: Any = None, **_: Any) -> bool:
+    """Whether a token of a pass sees the one after it."""
+    if q_length < 2 or mask_function is causal_mask_function:
+        return False
+    rows = torch.arange(batch_size, device=device)[:, None]
+    tokens = torch.arange(q_length - 1, device=device) + q_offset
+    return bool(mask_function(rows, torch.zeros_like(rows), tokens, tokens + 1).any())
 
 
 def _own_attention(module: Any) -> Any:

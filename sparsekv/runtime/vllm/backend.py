@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sparsekv.core.rope import RopeTable
 from sparsekv.runtime.crossing import dense_rule
+from sparsekv.runtime.vllm.checks import check_pages
 from sparsekv.runtime.vllm.graphs import TURN, capture_twice
 from sparsekv.runtime.vllm.index import LayerIndex, Room, warm
 from sparsekv.runtime.vllm.paged import DecodeMetadata, Scales, UncodedSlots
@@ -31,6 +32,7 @@ from sparsekv.runtime.vllm.stock import (
     StockBackend,
     StockBuilder,
     StockImpl,
+    check_hook,
     full_graphs,
     graph_manager,
     layouts,
@@ -69,13 +71,14 @@ class ServedLayer:
         if self.index is None:
             pool = self.layer.kv_cache
             pool = pool[0] if isinstance(pool, list | tuple) else pool
-            if pool.dim() == 4 and pool.numel():
+            if pool.numel():
                 self.at(pool)
         return self.index
 
     def at(self, pool: Tensor) -> LayerIndex:
         """The index over these pages; another one where the engine has made new pages."""
         if self.index is None or self.pages != (pool.data_ptr(), pool.shape):
+            check_pages(pool.shape, self.impl.num_kv_heads, self.impl.head_size, self.builder.seats.places.page)
             uncoded = self.builder.make_room(pool, again=self.index is not None)
             self.index = LayerIndex(self.selector, pool, self.builder.room, uncoded, scale=self.impl.scale,
                                     rope=self.builder.rope, maps=self.maps, **self._rounded())
@@ -137,6 +140,9 @@ class SparseBuilder(AttentionMetadataBuilder):
         manager = graph_manager()
         if manager is not None:
             capture_twice(manager, full_graphs())
+        elif device.type == "cuda" and not self.eager:
+            logging.getLogger("vllm.sparsekv").info("this vLLM keeps its full CUDA graphs elsewhere: batches of short "
+                                                    "requests replay graphs with sparse steps")
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
@@ -237,6 +243,8 @@ class SparseImpl(StockImpl):
     """One layer: the stock attention, and where it may decode sparsely, sparse steps."""
 
     served: ServedLayer | None = None
+    written = False
+    """Whether keys have come to their codes."""
 
     def __init__(
         self, num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None,
@@ -246,6 +254,7 @@ class SparseImpl(StockImpl):
     ) -> None:
         from vllm.config import get_current_vllm_config
 
+        check_hook()
         plan_for(get_current_vllm_config())
         for worker in workers():
             count_in(worker, counted)
@@ -267,6 +276,7 @@ class SparseImpl(StockImpl):
         if self.served is not None and kv_cache.numel():
             count = slot_mapping.shape[0]
             self.served.at(kv_cache).pages.write(key[:count], slot_mapping)
+            self.written = True
 
     def forward(
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Any,
@@ -276,6 +286,9 @@ class SparseImpl(StockImpl):
         if self.served is None or found is None or (found.lanes is None and not found.pieces):
             return super().forward(layer, query, key, value, kv_cache, None if found is None else found.full, output,
                                    output_scale, output_block_scale)
+        if not self.written:
+            raise SparseKVError(f"keys of layer {self.served.layer_idx} were written past do_kv_cache_update, where "
+                                "their codes are made; serve this model with vLLM's own attention")
         lanes, index = found.lanes, self.served.at(kv_cache)
         if lanes is not None and found.at is None:
             assert found.table is not None
@@ -296,7 +309,9 @@ class SparseImpl(StockImpl):
 
 
 class SparseBackend(StockBackend):
-    """`--attention-backend CUSTOM`."""
+    """`--attention-backend CUSTOM`. Models may not write keys by themselves (0.33)."""
+
+    supports_kv_cache_update_bypass = False
 
     @staticmethod
     def get_name() -> str:
@@ -351,11 +366,15 @@ def lengths_of(common: Any) -> Tensor:
 
 
 def rope_of() -> RopeTable:
-    """The rotary tables of the model that was loaded. Raises SparseKVError where there is not exactly one."""
+    """The rotary tables of the model that was loaded. Raises SparseKVError where there is not exactly one, and
+    where a token's place does not say its row."""
     modules = [m for m in rotary_modules() if getattr(m, "cos_sin_cache", None) is not None]
     if len(modules) != 1:
         raise SparseKVError(f"this model has {len(modules)} rotary tables and the router clusters keys without RoPE; "
                             "expected one table; train the router with --key-space rot")
+    if getattr(modules[0], "mrope_section", None):
+        raise SparseKVError("this model rotates images in three dimensions (M-RoPE) and the router clusters keys "
+                            "without RoPE, which a token's place does not undo; train the router with --key-space rot")
     tables = modules[0].cos_sin_cache.float().chunk(2, dim=-1)
     if modules[0].is_neox_style:
         return RopeTable("half", *(torch.cat([x, x], -1)[None] for x in tables))
