@@ -97,9 +97,6 @@ COMMANDS = {
     "eval diagnostics": Command(
         "What every head does on captured held-out text: errors by method, entropy, mass, router recall; figures.",
         "sparsekv.evaluation.diagnose", "DiagnosticsConfig", "run_diagnostics"),
-    "eval recommend": Command(
-        "The cheapest settings that keep a chosen quality: budgets by layer, completion by head, as a file for attach.",
-        "sparsekv.evaluation.recommend", "RecommendConfig", "run_recommend"),
     "push": Command(
         "Push an artifact, or the artifacts of a training, to the Hugging Face hub.",
         "sparsekv.artifacts.hub.push", "PushConfig", "push_artifact"),

@@ -53,7 +53,6 @@ CASES = {
     "train-router": [("no capture store at", "--capture NOTHING --output NEW")],
     "train-phi": [("no capture store at", "--capture NOTHING --output NEW")],
     "eval diagnostics": [("no capture store at", "--capture NOTHING --output NEW")],
-    "eval recommend": [("", "--diagnostics NOTHING --output NEW --max-error 0.1")],
     "inspect": [("nothing at", "NOTHING")],
     "demo": [
         ("no file at", "--corpus NOTHING.txt --output NEW"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_right
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -133,17 +132,16 @@ class PhiArtifact:
                  path: Path | None = None):
         self.config, self.maps, self.path = config, maps, path
         self.shift, self.gate = shift, gate
-        self._open: list[list[bool]] = (gate > 0).tolist()
+        self._open: list[bool] = (gate > 0).any(-1).tolist()
         self._row = {layer: row for row, layer in enumerate(config.layers)}
 
-    def layer(self, layer_idx: int, gate: Sequence[float] | None = None) -> PhiLayer | None:
-        """The maps of a model layer, with another `gate`, of `Hq` factors, on top of its own; None where it has no maps
-        or all gates are closed: nothing completes it, at no cost."""
+    def layer(self, layer_idx: int) -> PhiLayer | None:
+        """The maps of a model layer; None where it has none or all gates are closed: nothing completes it, at no
+        cost."""
         row = self._row.get(layer_idx)
-        if row is None or not any(o and g > 0 for o, g in zip(self._open[row], gate or self._open[row], strict=True)):
+        if row is None or not self._open[row]:
             return None
-        own = self.gate[row] if gate is None else self.gate[row] * torch.tensor(gate, device=self.gate.device)
-        return PhiLayer(self.maps.map(lambda w: w[row]), self.shift[row] + own.log(),
+        return PhiLayer(self.maps.map(lambda w: w[row]), self.shift[row] + self.gate[row].log(),
                         tuple(self.config.read_shares), self.config.capped)
 
     @property

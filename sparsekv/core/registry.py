@@ -47,7 +47,7 @@ class SelectorRow:
     usual: bool = False
     """Whether `sparsekv eval` and the demo measure it where no methods are named."""
     diagnosed: bool = False
-    """Whether `sparsekv eval diagnostics` takes its steps, by which `eval recommend` can choose it."""
+    """Whether `sparsekv eval diagnostics` takes its steps."""
     served: bool = False
     """Whether the vLLM backend decodes with it."""
     demo_budget: float = 0.01

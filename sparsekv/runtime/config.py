@@ -90,10 +90,13 @@ class SparseConfig:
         where = where or f"the settings file {str(path)!r}"
         names = [f.name for f in fields(cls)]
         try:
-            raw = cls._entries(parse_object(path.read_bytes(), where), path)
+            raw = parse_object(path.read_bytes(), where)
         except OSError as error:
             raise SparseKVError(f"{where} could not be read ({reason(error)}); expected a JSON file with some of "
                                 f"{', '.join(names)}") from error
+        if isinstance(raw.get("layers"), dict):
+            raise SparseKVError(f"{where} has budgets and gates by layer, which are not read; expected some of "
+                                f"{', '.join(names)}; give one token_budget for all layers")
         for name in raw:
             if name not in names:
                 raise SparseKVError(f"{where} has an entry {name!r}; expected some of {', '.join(names)}")
@@ -103,13 +106,6 @@ class SparseConfig:
                   if (x := getattr(made, name)) is not None
                   and ((path.parent / x).exists() or not REPOSITORY.fullmatch(x))}
         return replace(made, **beside)  # type: ignore[arg-type]
-
-    @classmethod
-    def _entries(cls, raw: dict[str, Any], path: Path) -> dict[str, Any]:
-        """The entries of a file as fields."""
-        if "layers" in raw:
-            raise SparseKVError(f"{str(path)!r} is a file of `sparsekv eval recommend`; give it as settings=")
-        return raw
 
     def check(self, where: str | None = None) -> None:
         """Refuse values that are of another type or out of their range. where: the file that they are from. Raises

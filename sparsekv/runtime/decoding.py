@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 
-from sparsekv.artifacts.phi import PhiArtifact, PhiLayer
+from sparsekv.artifacts.phi import PhiArtifact
 from sparsekv.artifacts.router import RouterArtifact
 from sparsekv.core.estimators import ESTIMATORS, CentroidEstimator, Estimator, PhiEstimator
 from sparsekv.core.prefill import SparsePrompts
@@ -20,7 +20,6 @@ from sparsekv.core.selectors.base import ReadsPrompts
 from sparsekv.runtime.config import SparseConfig
 from sparsekv.runtime.crossing import DenseRule, Shape, Times, dense_rule, shortest, times_of
 from sparsekv.runtime.hf.cache import SparseCache, SparseLayer
-from sparsekv.runtime.settings import LayerSetting
 from sparsekv.util.config import check_ranges, whole
 from sparsekv.util.errors import SparseKVError, check_choice
 
@@ -42,8 +41,6 @@ class Decoding:
     placement: str
     dense_below: int | None
     dense_layers: frozenset[int]
-    layers: Mapping[int, LayerSetting] | None
-    """Budget and gates by layer, from a settings file."""
     kv_memory: float | str | None = None
     """What keys and values may take of the GPU's memory [GB], auto: what is free."""
     prompts: SparsePrompts | None = None
@@ -101,9 +98,8 @@ class Decoding:
 
     def selector_of(self, layer_idx: int, device: Any) -> Selector:
         """A fresh selector for a layer, what it was trained with on the device."""
-        budget = None if self.layers is None else self.layers[layer_idx].budget
         router = None if self.router is None else self._on("router", self.router, device)
-        return for_layer(self.selector, router, layer_idx, budget)
+        return for_layer(self.selector, router, layer_idx)
 
     def reader_of(self, layer_idx: int, device: Any) -> ReadsPrompts | None:
         """Who reads the prompt of a layer; None: it is read densely."""
@@ -119,15 +115,13 @@ class Decoding:
             return None if self.estimator is None else self.estimator.fork()
         key = "estimator", layer_idx, device
         if key not in self.placed:
-            maps = gated_maps(self.phi, layer_idx, self.layers)
+            maps = self.phi.layer(layer_idx)
             self.placed[key] = None if maps is None else PhiEstimator(maps.run_on(device))
         made: Estimator | None = self.placed[key]
         return None if made is None else made.fork()
 
     def spend(self, budget: int | float) -> None:
         """Another budget for the layers that begin from here on. Raises SparseKVError."""
-        if self.layers is not None:
-            raise SparseKVError("a settings file gives every layer its own budget; attach without one to change it")
         chosen = copy.copy(self.selector)
         chosen.token_budget = budget
         chosen.validate()
@@ -141,13 +135,11 @@ class Decoding:
 
 def make_decoding(
     model: nn.Module, modules: dict[int, nn.Module], config: SparseConfig, *, router: RouterArtifact | None,
-    phi: PhiArtifact | None, layers: Mapping[int, LayerSetting] | None = None,
+    phi: PhiArtifact | None,
 ) -> Decoding:
-    """Build the decoding of a model. router, phi: loaded, in place of the config's; layers: a settings file's. Raises
-    SparseKVError for what cannot work."""
+    """Build the decoding of a model. router, phi: loaded, in place of the config's. Raises SparseKVError for what
+    cannot work."""
     eligible = _eligible(model, modules)
-    if layers is not None:
-        config = replace(config, token_budget=max((s.budget for s in layers.values()), default=0.0))
     chosen = choose_selector(config, router)
     for artifact in (router, phi):
         if artifact is not None:
@@ -160,14 +152,13 @@ def make_decoding(
     dense = set(range(len(modules))) - eligible | dense_by_number(config.dense_layers, max(modules) + 1)
     prompts, prompt_layers = config.prompts(), frozenset(eligible - dense)
     trained = router if chosen.is_trained() else None
-    dense |= {i for i in eligible if not chosen.serves(i) or (layers is not None and i not in layers)
-              or (trained is not None and trained.layer(i) is None)}
+    dense |= {i for i in eligible if not chosen.serves(i) or (trained is not None and trained.layer(i) is None)}
     if getattr(chosen, "extrapolate", False) and (estimator is not None or phi is not None):
         raise SparseKVError("extrapolate gives keys contiguous positions, and a completion estimates keys at their "
                             "own; leave out the completion (completion='none')")
     shape: Any = next(iter(modules.values())).config
     return Decoding(chosen, estimator, trained, phi, sink, window, config.decode_window, config.placement,
-                    config.dense_below, frozenset(dense), layers, config.kv_memory, prompts, prompt_layers,
+                    config.dense_below, frozenset(dense), config.kv_memory, prompts, prompt_layers,
                     shape.num_attention_heads, min(eligible - dense, default=None))
 
 
@@ -207,23 +198,12 @@ def choose_selector(config: SparseConfig, router: RouterArtifact | None) -> Sele
     return made
 
 
-def for_layer(selector: Selector, router: RouterArtifact | None, layer_idx: int,
-              budget: int | float | None = None) -> Selector:
-    """A fresh selector of a layer, with what it is trained with there, and with a budget of its own if given."""
+def for_layer(selector: Selector, router: RouterArtifact | None, layer_idx: int) -> Selector:
+    """Copy a selector for a layer, with what it is trained with there."""
     made = copy.copy(selector)
     if router is not None and made.is_trained():
         made.layer = router.layer(layer_idx)  # type: ignore[attr-defined]
-    if budget is not None:
-        made.token_budget = budget
     return made
-
-
-def gated_maps(
-    phi: PhiArtifact, layer_idx: int, layers: Mapping[int, LayerSetting] | None,
-) -> PhiLayer | None:
-    """The maps of a layer, with the gates of a settings file if there is one; None where it is not completed."""
-    gate = None if layers is None else layers[layer_idx].gate
-    return None if layers is not None and gate is None else phi.layer(layer_idx, gate)
 
 
 def untrained(selector: Selector) -> bool:

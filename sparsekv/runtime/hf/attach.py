@@ -6,7 +6,6 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +16,7 @@ from sparsekv.artifacts.fingerprint import check_all_bits, model_fingerprint
 from sparsekv.artifacts.hub.models import attention_modules, decoder
 from sparsekv.artifacts.hub.rotary import border_of, depends_on_length, tables_of_length
 from sparsekv.core.prefill import SparsePrompts
-from sparsekv.runtime.config import SIZES, SparseConfig
+from sparsekv.runtime.config import SparseConfig
 from sparsekv.runtime.counters import Counters
 from sparsekv.runtime.crossing import NEVER
 from sparsekv.runtime.decoding import Decoding, make_decoding
@@ -36,10 +35,9 @@ from sparsekv.runtime.hf.prompts import (
     vocabulary_of,
 )
 from sparsekv.runtime.hf.runner import Runner
-from sparsekv.runtime.hf.supported import ARTIFACTS, check_cache, load_artifacts, model_within
+from sparsekv.runtime.hf.supported import check_cache, load_artifacts, model_within
 from sparsekv.runtime.plan import RunOptions
 from sparsekv.runtime.process import usual_defaults
-from sparsekv.runtime.settings import load_settings
 from sparsekv.util.config import whole
 from sparsekv.util.errors import SparseKVError
 
@@ -50,7 +48,7 @@ __all__ = ["Attachment", "RunOptions", "SparseConfig", "SparsePrompts", "attach"
 
 @usual_defaults()
 def attach(
-    model: Any, artifacts: Any = None, config: SparseConfig | str | Path | None = None, *, settings: Any = None,
+    model: Any, artifacts: Any = None, config: SparseConfig | str | Path | None = None, *,
     run: RunOptions | None = None, all_bits: bool = False, **overrides: Any,
 ) -> Attachment:
     """Attach sparse decoding to a causal language model; use as `with sparsekv.attach(model, ...) as attachment:`.
@@ -61,8 +59,6 @@ def attach(
     - config: a `SparseConfig`, or a settings file with some of its fields.
     - overrides: fields of `SparseConfig`, such as token_budget, in place of the config's; other names are options of
       the selector.
-    - settings: a file of `sparsekv eval recommend` (or a `Settings`): selector, completion, budget of every layer, gate
-      of every head, and the artifacts' folders where router and phi are not given.
     - run: how steps are run (`RunOptions`).
     - all_bits: compare all bits of the model's weights with those that the artifacts were made for, and not a sample of
       64 values a weight; one read of the weights.
@@ -75,21 +71,11 @@ def attach(
     modules = attention_modules(model)
     config = SparseConfig.of(config, **overrides, **({} if artifacts is None else {"artifacts": artifacts}))
     config.check()
-    layers = None
-    if settings is not None:
-        own = {*SIZES, "selector", "token_budget", "completion", "dense_layers", *config.selector_options()}
-        settings = load_settings(settings, model, sorted(own & {*config.given(), *config.selector_options()}))
-        layers = settings.layers
-        config = replace(config, selector=settings.selector, completion=settings.completion, dense_layers=[],
-                         **{name: getattr(settings, name) for name in SIZES})
-        if config.artifacts is None:  # what settings name is a path, never a name on the hub
-            beside = {kind: path and Path(path) for kind in ARTIFACTS if (path := getattr(settings, kind)) is not None}
-            config = SparseConfig.of(config, **{k: x for k, x in beside.items() if getattr(config, k) is None})
     router, phi = load_artifacts(config.artifacts, config.router, config.phi)
     for name, made in (("the router", router), ("the feature maps", phi)) if all_bits else ():
         if made is not None:
             check_all_bits(made.config.model, model, name)
-    decoding = make_decoding(model, modules, config, router=router, phi=phi, layers=layers)
+    decoding = make_decoding(model, modules, config, router=router, phi=phi)
     return Attachment(model, modules, decoding, RunOptions() if run is None else run)
 
 
@@ -195,7 +181,7 @@ class Attachment:
     def spend(self, token_budget: int | float, cache: SparseCache) -> None:
         """Decode with another budget from here on. What was built over the prompt in the cache stays where it does not
         depend on the budget (router, sketch, topk, quest), and the report begins anew. Raises SparseKVError for a
-        budget that is none, and where a settings file gives every layer its own."""
+        budget that is none."""
         self.decoding.spend(token_budget)
         self.counters.clear()
         cache.plan = None
