@@ -67,8 +67,9 @@ def view_of(layer: Layer, length: int) -> LayerView:
     heads_q = layer.queries.shape[1]
     starts = torch.zeros(1, dtype=torch.long, device=layer.keys.device)
     regions = Regions.at_prefill_end(starts, length - 1, 4, 64).grown(length)
-    return LayerView(layer.keys, layer.values, regions, layer.keys.shape[-1] ** -0.5, heads_q, layer_idx=1,
-                     num_layers=30, recent_queries=layer.recent, recent_end=length - 1)
+    return LayerView(layer.keys, layer.values, regions=regions, scale=layer.keys.shape[-1] ** -0.5,
+                     num_query_heads=heads_q, layer_idx=1, num_layers=30,
+                     recent_queries=layer.recent, recent_end=length - 1)
 
 
 def bench_router(layer: Layer, scores: str = "mlp") -> RouterLayer:

@@ -93,7 +93,7 @@ class SparseRows:
     def __init__(self, method: str):
         self.rows = self.steps = torch.zeros((), dtype=torch.int64)
         if method == "vllm_sparsekv":
-            from sparsekv.runtime.vllm.backend import SparseBuilder
+            from sparsekv.runtime.vllm.metadata import SparseBuilder
 
             build = SparseBuilder.build
 

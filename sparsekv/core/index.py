@@ -138,15 +138,14 @@ def make_buckets(keys: CacheLayer, trained: TrainedBuckets, *, by_means: bool, m
     regions, heads = keys.regions, keys.num_kv_heads
     spaced = spaced_by(regions, partial((moves or ALONE).stride, buckets=trained.centroids.shape[-2]))
     end, rows = spaced.end, regions.starts.shape[0]
-    held = _held(keys, trained, 0, end)
+    held, joins = _held(keys, trained, 0, end), regions.mid_mask(0, end)
     if isinstance(trained, Untrained):
         centroids = own_centroids(held, regions.mid_first, regions.mid_last, trained.centroids.shape[1])
     else:
         centroids = trained.centroids.to(held.device).expand(rows, -1, -1, -1)
     if moves is not None:
         # every row has its own buckets: its heads are heads of one long row
-        used, some_used = (x.repeat_interleave(heads, dim=0).to(held.device) for x in (
-            regions.mid_mask(0, end), spaced.used(regions)))
+        used, some_used = (x.repeat_interleave(heads, dim=0) for x in (joins, spaced.used(regions)))
         centroids, bucket = (x.unflatten(0, (rows, heads)) for x in fit_buckets(
             held.flatten(0, 1), centroids.flatten(0, 1), used, (spaced.take(held).flatten(0, 1), some_used), moves))
     else:
@@ -157,22 +156,20 @@ def make_buckets(keys: CacheLayer, trained: TrainedBuckets, *, by_means: bool, m
         named = numbers.to(order.dtype)[:, None].expand(-1, heads, -1).gather(-1, order.clamp(min=0).long())
         order = torch.where(order < 0, order, named)
     made = Buckets(centroids, order, offsets)
-    return _summed(made, keys, bucket, regions.mid_first, 0, end) if by_means else made
+    return _summed(made, keys, bucket, joins, 0, end) if by_means else made
 
 
 def grow_buckets(buckets: Buckets, keys: CacheLayer, trained: TrainedBuckets, old: Regions) -> Buckets:
     """The same buckets with the tokens that joined the mid region after `old`."""
-    regions = keys.regions
-    first = torch.maximum(old.mid_last, regions.mid_first)
-    low, end = old.edges[2], regions.edges[3]
-    bucket = assign_buckets(_held(keys, trained, low, end), buckets.centroids)
-    columns = torch.arange(low, end, device=bucket.device)
-    joins = (columns >= first[:, None].to(bucket.device)) & (columns < regions.mid_last[:, None].to(bucket.device))
+    low, end = old.edges[2], keys.regions.edges[3]
+    bucket, joins = assign_buckets(_held(keys, trained, low, end), buckets.centroids), keys.regions.mid_mask(
+        low, end, after=old.mid_last)
     numbers = keys.numbers(low, end)
+    columns = torch.arange(low, end, device=bucket.device).expand(bucket.shape[0], -1)
     order, offsets = extend_index(buckets.order, buckets.offsets, torch.where(joins[:, None], bucket, -1),
-                                  columns.expand(bucket.shape[0], -1) if numbers is None else numbers)
+                                  columns if numbers is None else numbers)
     grown = buckets._replace(order=order, offsets=offsets)
-    return grown if buckets.sums is None else _summed(grown, keys, bucket, first, low, end)
+    return grown if buckets.sums is None else _summed(grown, keys, bucket, joins, low, end)
 
 
 def list_whole(buckets: Buckets, view: CacheLayer, rows: Tensor) -> Buckets:
@@ -180,7 +177,7 @@ def list_whole(buckets: Buckets, view: CacheLayer, rows: Tensor) -> Buckets:
     empty: with as many candidates as tokens they choose as without buckets."""
     order, offsets, regions = buckets.order, buckets.offsets, view.regions
     places = torch.arange(order.shape[2], device=order.device)
-    first, sizes, rows = (x.to(order.device)[:, None] for x in (regions.mid_first, regions.mid_sizes, rows))
+    first, sizes, rows = (x[:, None] for x in (regions.mid_first, regions.mid_sizes, rows))
     listed, numbers = first + places, view.numbers(0, regions.edges[3])
     if numbers is not None and numbers.shape[1]:
         listed = numbers.gather(1, listed.clamp(max=numbers.shape[1] - 1))
@@ -204,12 +201,9 @@ def _held(keys: CacheLayer, trained: TrainedBuckets, first: int, last: int) -> T
     return keys.keys_pre(first, last) if trained.key_space == "pre" else keys.keys_at(first, last)
 
 
-def _summed(buckets: Buckets, keys: CacheLayer, bucket: Tensor, first: Tensor, low: int, end: int) -> Buckets:
-    """The rotated keys of the tokens from `first[b]` on, which lie in bucket `[B, Hkv, end − low]`, added to the sums,
-    and what scores the buckets then."""
-    columns = torch.arange(low, end, device=bucket.device)
-    joins = (columns >= first[:, None].to(bucket.device)) & (
-        columns < keys.regions.mid_last[:, None].to(bucket.device))
+def _summed(buckets: Buckets, keys: CacheLayer, bucket: Tensor, joins: Tensor, low: int, end: int) -> Buckets:
+    """Add the rotated keys of the tokens that join `[B, end − low]`, which lie in bucket `[B, Hkv, end − low]`, to the
+    sums, and make what scores the buckets then."""
     which = bucket, joins[:, None], buckets.centroids.shape[2]
     held = keys.keys_at(low, end)
     sums, squares = bucket_sums(held, *which)[1], square_sums(held, *which)
@@ -292,7 +286,7 @@ def fit_side(keys: CacheLayer, fixed: Sketch, codes: Tensor | None) -> Tensor:
         some = keys.codes_at(codes, spaced.low, spaced.end, spaced.stride)
     else:
         some = spaced.take(keys.codes_at(codes, 0, spaced.end, 1))
-    return fit_queries(fixed, some, _some_keys(keys, spaced), spaced.used(keys.regions).to(some.device))
+    return fit_queries(fixed, some, _some_keys(keys, spaced), spaced.used(keys.regions))
 
 
 def _some_keys(keys: CacheLayer, spaced: Spaced) -> Tensor:

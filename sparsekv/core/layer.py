@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property, partial
 from typing import Any, ClassVar, Self
 
@@ -126,11 +126,12 @@ class Selection:
         return (self.as_tokens() >= 0).sum(-1)
 
 
+@dataclass(kw_only=True, eq=False)
 class CacheLayer:
     """One layer of a cache: keys and values of B requests, wherever they lie, as selectors, estimators and the step ask
     for them. Tokens `first … last − 1` are places in a row, padding included.
 
-    A storage has the attributes below and implements `shape`, `dtype`, `keys_at`, `values_at` and `gather`. It
+    A storage adds what it keeps them in, and implements `shape`, `dtype`, `keys_at`, `values_at` and `gather`. It
     overrides `attend` (and `anchors`) where it attends by kernels of its own, and `numbers`, `encoded` and `codes_at`
     where it keeps codes beside its keys.
 
@@ -154,8 +155,12 @@ class CacheLayer:
     """Whether kernels read any key where it lies: a completion is then part of `attend`."""
     keeps_codes: ClassVar[bool] = False
     """Whether the storage keeps codes of keys beside them."""
-    side_by_side: int = 1
+    side_by_side: ClassVar[int] = 1
     """Layers of the model whose heads these are."""
+
+    def described(self) -> dict[str, Any]:
+        """The fields that every storage has, by name."""
+        return {f.name: getattr(self, f.name) for f in fields(CacheLayer)}
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -284,23 +289,13 @@ class CacheLayer:
         return both, both >= 0, weights
 
 
-@dataclass
+@dataclass(eq=False)
 class LayerView(CacheLayer):
     """A layer whose keys and values lie in a tensor each, `[B, Hkv, N, d]`, keys with RoPE; made once and grown with
     its cache."""
 
     keys: Tensor
     values: Tensor
-    regions: Regions
-    scale: float
-    num_query_heads: int
-    layer_idx: int = 0
-    num_layers: int = 1
-    rope: RopeTable | None = None
-    recent_queries: Tensor | None = None
-    recent_end: int = 0
-    completion_tokens: float = 0.0
-    sinks: Tensor | None = None
 
     in_place: ClassVar[bool] = True
 

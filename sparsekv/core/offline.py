@@ -89,8 +89,9 @@ def request(window: Window, length: int, span: int) -> Request:
     before = (window.positions >= length - OBSERVED) & (window.positions < length)
     recent = window.queries[None, :, before if int(before.sum()) == min(OBSERVED, length) else before & False]
     prefill = LayerView(
-        window.keys[None, :, :length], window.values[None, :, :length], regions, window.scale, window.queries.shape[0],
-        window.layer_idx, window.num_layers, window.rope, recent, length)
+        window.keys[None, :, :length], window.values[None, :, :length], regions=regions, scale=window.scale,
+        num_query_heads=window.queries.shape[0], layer_idx=window.layer_idx, num_layers=window.num_layers,
+        rope=window.rope, recent_queries=recent, recent_end=length)
     view = replace(prefill, keys=window.keys[None, :, :end], values=window.values[None, :, :end],
                    regions=regions.grown(end))
     asked = Queries(queries, lengths.to(device), window.rope)

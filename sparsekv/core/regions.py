@@ -105,10 +105,12 @@ class Regions:
         """Real tokens of every row, `[B]`."""
         return self.length - self.starts
 
-    def mid_mask(self, first: int = 0, last: int | None = None) -> Tensor:
-        """`[B, last − first]`, true inside the mid region; of the whole cache by default."""
+    def mid_mask(self, first: int = 0, last: int | None = None, after: Tensor | None = None) -> Tensor:
+        """`[B, last − first]`, true inside the mid region, and only from `after [B]` on where given; of the whole cache
+        by default."""
         positions = torch.arange(first, self.length if last is None else last, device=self.starts.device)
-        return (positions >= self.mid_first[:, None]) & (positions < self.mid_last[:, None])
+        begin = self.mid_first if after is None else torch.maximum(self.mid_first, after)
+        return (positions >= begin[:, None]) & (positions < self.mid_last[:, None])
 
     def grown(self, length: int) -> Regions:
         """The same mid region in a longer (or cropped) cache; what is known of it without a wait stays known."""

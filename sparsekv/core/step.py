@@ -82,13 +82,11 @@ class LayerState:
     when decoding began (`build_layers`); grown with the cache, forked and reordered with it."""
 
     def __init__(
-        self, view: CacheLayer, selector: Selector, estimator: Estimator | None, *, window_size: int,
-        decode_window: int, owner: object = None,
+        self, view: CacheLayer, selector: Selector, estimator: Estimator | None, tails: TailRule, owner: object = None,
     ):
         self.owner = owner
         """Who made it: another attachment makes its own."""
-        self.view, self.selector, self.estimator = view, selector, estimator
-        self.tails = TailRule(window_size, decode_window)
+        self.view, self.selector, self.estimator, self.tails = view, selector, estimator, tails
         self._moves: list[tuple[int, Regions]] = [(0, view.regions)]
         """The regions so far, and the length of the cache whose next step gave them; of the rows as they are."""
 

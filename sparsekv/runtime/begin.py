@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sparsekv.core.layer import LayerView
-from sparsekv.core.regions import Regions, TailRule
+from sparsekv.core.regions import Regions
 from sparsekv.core.step import LayerState, build_layers
 from sparsekv.runtime.counters import Counters
 from sparsekv.runtime.decoding import Decoding
@@ -73,8 +73,7 @@ def begin(
             "regions": regions[device], "scale": how.scale, "num_query_heads": how.heads, "layer_idx": i,
             "num_layers": len(layers), "rope": cache.rope.get(how.kind), "recent_queries": recent.to(device),
             "recent_end": layer.recent_end, "sinks": None if how.sinks is None else how.sinks.detach().to(device)}
-        longest = TailRule(decoding.window_size, decoding.decode_window).longest
-        views.append(HostView(layer.both[:, :, :past], longest=longest, **given) if away else
+        views.append(HostView(layer.both[:, :, :past], decoding.tails.longest, **given) if away else
                      LayerView(layer.keys[:, :, :past], layer.values[:, :, :past], **given))
     selectors = [decoding.selector_of(*one) for one in zip(which, places, strict=True)]
     estimators = [decoding.estimator_of(*one) for one in zip(which, places, strict=True)]
@@ -84,8 +83,7 @@ def begin(
                 stack.enter_context(view.on_device())
         build_layers(views, selectors, estimators)
     for i, view, selector, estimator in zip(which, views, selectors, estimators, strict=True):
-        layers[i].state = LayerState(view, selector, estimator, window_size=decoding.window_size,
-                                     decode_window=decoding.decode_window, owner=decoding)
+        layers[i].state = LayerState(view, selector, estimator, decoding.tails, decoding)
     counters.index_seconds += _now(devices) - began
 
 

@@ -179,8 +179,8 @@ def made_up(shape: Shape, sinks: int, window: int, length: int) -> tuple[LayerVi
     regions = Regions.at_prefill_end(torch.zeros(rows, dtype=torch.long, device=device), length, sinks, window)
     angles = torch.zeros(1, length, dim, device=device)
     rope = RopeTable("half", angles.cos(), angles)
-    view = LayerView(draw(heads, length), draw(heads, length), regions, dim**-0.5, heads_q, 0, 1, rope,
-                     draw(heads_q, 32), length)
+    view = LayerView(draw(heads, length), draw(heads, length), regions=regions, scale=dim**-0.5,
+                     num_query_heads=heads_q, rope=rope, recent_queries=draw(heads_q, 32), recent_end=length)
     return view, Queries.last(draw(heads_q, 1), length, rope)
 
 

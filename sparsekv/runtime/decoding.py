@@ -14,6 +14,7 @@ from sparsekv.artifacts.phi import PhiArtifact
 from sparsekv.artifacts.router import RouterArtifact
 from sparsekv.core.estimators import ESTIMATORS, CentroidEstimator, Estimator, PhiEstimator
 from sparsekv.core.prefill import SparsePrompts
+from sparsekv.core.regions import TailRule
 from sparsekv.core.registry import NONE, SELECTOR_ROWS, default_selector
 from sparsekv.core.selectors import SELECTORS, Selector
 from sparsekv.core.selectors.base import ReadsPrompts
@@ -55,6 +56,11 @@ class Decoding:
     _times: dict[Shape, Times] = field(default_factory=dict)
     rule: DenseRule | None = None
     """The rule by which a cache was last decoded sparsely or not."""
+
+    @property
+    def tails(self) -> TailRule:
+        """When the oldest tokens of a tail join the mid region."""
+        return TailRule(self.window_size, self.decode_window)
 
     @property
     def by_cpu(self) -> bool:

@@ -2,7 +2,7 @@
 once: times of steps (`crossing.py`, `timing.py`), loaded kernels (`warm.py`), and of the engine that a process serves
 its settings, sizes and graphs (`vllm/parts.py`, `vllm/summaries.py`, `vllm/graphs.py`).
 
-Of a model, for as long as it lives: who is attached to it, since a second attachment knows nothing of the first. Of a
+Of a model: who is attached to it, since a second attachment knows nothing of the first. Of a
 thread: which attention comes next, since transformers hands an attention function its tensors and no cache. Of
 somebody else's module: functions that are replaced while a model is attached to.
 """
@@ -21,17 +21,10 @@ import torch
 from torch import nn
 
 
-@dataclass
-class ModelRecord:
-    """Of one model. seat: what it carries while attached (`hooks.Seat`)."""
-
-    seat: Any = None
-
-
 class ThreadContext(threading.local):
-    """What this thread is doing. plan: the plan that runs; passing: the seat whose pass runs; seen: attention module
-    whose forward has begun, the model's seat, and the cache of the pass; reached: layers whose attention was
-    sparsekv's in the pass; answer: what `model.generate` writes."""
+    """What this thread is doing. plan: the plan that runs; passing: the model (`AttachedModel`) whose pass runs;
+    seen: attention module whose forward has begun, its model, and the cache of the pass; reached: layers whose
+    attention was sparsekv's in the pass; answer: what `model.generate` writes."""
 
     plan: Any = None
     passing: Any = None
@@ -50,30 +43,31 @@ class Replaced:
 
 
 NOW = ThreadContext()
-_MODELS: weakref.WeakKeyDictionary[nn.Module, ModelRecord] = weakref.WeakKeyDictionary()
+_MODELS: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+"""Models that are attached to -> what each carries (`hf/attached.py: AttachedModel`)."""
 _REPLACED: dict[tuple[str, str], Replaced] = {}
 _GATE = threading.RLock()
 
 
-def known(model: nn.Module) -> ModelRecord:
-    """What is known of a model."""
+def attached(model: nn.Module, make: Callable[[], Any] | None = None) -> Any:
+    """What a model that is attached to carries; None where it is not, or what `make` makes, from then on."""
     with _GATE:
-        return _MODELS.setdefault(model, ModelRecord())
+        if make is not None and model not in _MODELS:
+            _MODELS[model] = make()
+        return _MODELS.get(model)
 
 
-def seat_for(model: nn.Module, make: Callable[[], Any]) -> Any:
-    """The model's seat, made where it has none."""
+def detached(model: nn.Module, carried: Any) -> None:
+    """Forget a model that all have left; any number of times."""
     with _GATE:
-        about = known(model)
-        if about.seat is None:
-            about.seat = make()
-        return about.seat
+        if _MODELS.get(model) is carried:
+            del _MODELS[model]
 
 
-def seats() -> list[Any]:
-    """Of all models that are attached to."""
+def attached_models() -> list[Any]:
+    """What all models that are attached to carry."""
     with _GATE:
-        return [k.seat for k in _MODELS.values() if k.seat is not None]
+        return list(_MODELS.values())
 
 
 def replace(module: Any, name: str, make: Callable[[Any], Any], user: object) -> None:
@@ -120,8 +114,8 @@ def _forked() -> None:
     """In a child of `fork`, where the threads that held locks are gone: locks are new, and who was attached is."""
     global _GATE
     _GATE = threading.RLock()
-    for seat in seats():
-        seat.lock, seat.thread = threading.RLock(), threading.get_ident()
+    for carried in attached_models():
+        carried.lock, carried.thread = threading.RLock(), threading.get_ident()
     NOW.plan = NOW.passing = NOW.seen = NOW.answer = None
 
 

@@ -87,13 +87,13 @@ def test_a_routed_step(shape: tuple[int, ...], completed: bool, rule: str, score
     per_row = count // rows
     regions = Regions(s.regions["starts"][::per_row], s.regions["tail_starts"][::per_row], s.k.shape[2],
                       s.regions["sink_size"])
-    view = LayerView(s.k, s.v, regions, s.regions["scale"], s.q.shape[1])
+    view = LayerView(s.k, s.v, regions=regions, scale=s.regions["scale"], num_query_heads=s.q.shape[1])
     queries = Queries(s.q.unflatten(0, (rows, per_row)).transpose(1, 2), s.regions["lengths"])
     estimator, query = None, None
     if completed:
         maps, offset, state, keys = checks.random_phi(s, dtype, DEVICE)
         estimator = PhiEstimator(SimpleNamespace(query_map=maps, offset=offset))
-        estimator.state, estimator.bias, estimator.in_place = state, keys.bias, True
+        estimator.state, estimator.bias, estimator.in_kernel = state, keys.bias, True
         estimator.key_map = KeyMap(keys.w_in, keys.bias[0], keys.w_in, keys.w_out, keys.b_out)
         query = checks.double(phi_query(s.q, maps, offset, state)._replace(keys=keys))
 

@@ -101,7 +101,6 @@ class PhiEstimator(Estimator):
         """Both maps as they are run, by precision, made once for all forks."""
         self.weights: FeatureMapWeights | None = None
         self.key_map: KeyMap | None = None
-        self.in_place = False
 
     def build(self, view: CacheLayer) -> None:
         first, last = view.regions.mid_first, view.regions.mid_last
@@ -127,7 +126,7 @@ class PhiEstimator(Estimator):
         if self.key_map is None:
             self.key_map = self._map_of_keys(view.dtype, view.device)
         self._query_maps(view.dtype)  # here, so that the first step does not wait for them
-        self.in_place = view.in_place and (fused(self.key_map) or not self.key_map.w_in.is_cuda)
+        self.in_kernel = view.in_place and (fused(self.key_map) or not self.key_map.w_in.is_cuda)
         return self.key_map
 
     def stacks_by(self, view: CacheLayer) -> Hashable | None:
@@ -188,10 +187,6 @@ class PhiEstimator(Estimator):
         self.layer, self.share = self.calibrated.at(share), share
         if self.state.moments is not None:
             self.state = self.state._replace(moments=self.state.moments._replace(bound=self._bound(view)))
-
-    @property
-    def in_kernel(self) -> bool:
-        return self.in_place
 
     @property
     def key_sizes(self) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from sparsekv.runtime.config import SparseConfig
 from sparsekv.runtime.counters import Counters
 from sparsekv.runtime.crossing import NEVER
 from sparsekv.runtime.decoding import Decoding, make_decoding
-from sparsekv.runtime.hf import hooks
+from sparsekv.runtime.hf.attached import enter, leave, model_of
 from sparsekv.runtime.hf.cache import SparseCache, SparseLayer
 from sparsekv.runtime.hf.generate_hook import roomy_cache
 from sparsekv.runtime.hf.loop import decode_loop
@@ -109,7 +109,7 @@ class Attachment:
             raise SparseKVError("this attachment is in use already; call attach again for another")
         try:
             self._entered = self._was_entered = True
-            hooks.enter(self)
+            enter(self)
             return self
         except BaseException:
             self._leave()
@@ -135,7 +135,7 @@ class Attachment:
             warnings.warn(f"nothing decoded sparsely: {reason}", stacklevel=2)
 
     def _leave(self) -> None:
-        hooks.leave(self)
+        leave(self)
         self.runner.forget()
         self._entered = False
 
@@ -203,13 +203,13 @@ class Attachment:
         """Run the prompt, the last token included, in chunks of `chunk_size` tokens, and return its cache. It is read
         as `prefill` of `attach` says, or by a selector that reads prompts. attention_mask: of what the cache holds and
         the prompt. Raises SparseKVError for ids, masks and chunks that are none."""
-        seat = hooks.seat_of(self)
+        attached = model_of(self)
         check_ids(input_ids, vocabulary_of(self.model))
         check_chunk(chunk_size)
         rows, tokens = input_ids.shape
         cache = roomy_cache(self, rows, tokens, 0) if cache is None else cache
         cache = self._checked(input_ids, attention_mask, cache)
-        with seat.passing():
+        with attached.passing():
             cache.belongs_to(self.model)
             past = cache.get_seq_length()
             end = past + tokens
@@ -307,9 +307,9 @@ class Attachment:
 
     def _step(self, token: Tensor, mask: Tensor | None, place: Tensor | None, cache: SparseCache) -> Tensor:
         """Logits `[B, 1, V]` after one more token of every row, overwritten by the next step."""
-        seat = hooks.seat_of(self)
-        with seat.lock:
-            logits = self.runner.step(seat, cache, token, mask, place)
+        attached = model_of(self)
+        with attached.lock:
+            logits = self.runner.step(attached, cache, token, mask, place)
             return self._logits(token, mask, place, cache) if logits is None else logits
 
     def save_prefix(self, cache: SparseCache, path: str | Path) -> None:

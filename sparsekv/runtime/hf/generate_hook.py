@@ -1,23 +1,68 @@
-"""How `model.generate` gets a cache of ours, with room for what it will write."""
+"""`model.generate` of an attached model: it gets a cache of ours, with room for what it will write."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from sparsekv.artifacts.hub.rotary import border_of
 from sparsekv.runtime.hf.cache import SparseCache
+from sparsekv.runtime.hf.forward import CHECKPOINTS, check_unchanged, drops_cache
 from sparsekv.runtime.hf.prompts import check_ids, check_mask, vocabulary_of
-from sparsekv.runtime.hf.supported import check_cache
+from sparsekv.runtime.hf.supported import check_attentions, check_cache
+from sparsekv.runtime.process import NOW
 from sparsekv.util.errors import SparseKVError
 from sparsekv.util.memory import free_host_memory, free_memory
 
 MOST_NEW = 4096
 FREE_SHARE = 0.8
 """Of the GPU's free memory, what `kv_memory="auto"` gives keys and values: prompts and steps take the rest."""
+
+
+@dataclass
+class Answer:
+    """What `model.generate` writes: prompt `[B, N]`, and the ids of its passes."""
+
+    model: Any
+    prompt: Tensor
+    cache: SparseCache
+    passes: list[Tensor] = field(default_factory=list)
+
+
+def generate(attached: Any, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call `model.generate`, own, with a cache of ours. attached: the model (`AttachedModel`). Raises SparseKVError for
+    a call that cannot be decoded as attached."""
+    with attached.lock:
+        attachment = attached.current()
+        if attachment is not None:
+            check_unchanged(attached)
+            if drops_cache(attached):
+                raise SparseKVError(CHECKPOINTS)
+            check_attentions(kwargs, attached.model.config, args[1] if len(args) > 1 else kwargs.get(
+                "generation_config"), attached.model.generation_config)
+            kwargs = with_cache(attachment, args, kwargs)
+    ids = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
+    cache = kwargs.get("past_key_values")
+    before, NOW.answer = NOW.answer, None
+    try:
+        if isinstance(ids, Tensor) and isinstance(cache, SparseCache):
+            NOW.answer = Answer(attached.model, ids, cache)
+        return own(*args, **kwargs)
+    finally:
+        NOW.answer = before
+
+
+def generate_batch(attached: Any, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Refuse continuous batching while attached: raises SparseKVError."""
+    with attached.lock:
+        if attached.current() is not None:
+            raise SparseKVError("continuous batching keeps keys and values in pages of transformers' own, which "
+                                "have no sparse index; use model.generate, or serve the model by vLLM")
+    return own(*args, **kwargs)
 
 
 def with_cache(attachment: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from sparsekv.core.layer import CacheLayer, Queries, Selection
 from sparsekv.core.regions import Regions
-from sparsekv.core.rope import RopeTable
 from sparsekv.core.selectors.base import Selector
 from sparsekv.kernels import Anchored, CompletionQuery, KeyBuckets, attend_tokens, fetch_rows
 
@@ -78,22 +77,12 @@ class Near:
             self.data, self.lists, self.edges = data, count, (self.edges[0] + more, self.edges[1] + more)
 
 
-@dataclass
+@dataclass(eq=False)
 class HostView(CacheLayer):
     """A layer whose keys and values lie in CPU memory, `both [B, Hkv, N, 2d]`, while it decodes on a device: a step
     fetches the selected ones to slots beside sinks and tail, which are there, and attends to slots."""
 
     both: Tensor
-    regions: Regions
-    scale: float
-    num_query_heads: int
-    layer_idx: int = 0
-    num_layers: int = 1
-    rope: RopeTable | None = None
-    recent_queries: Tensor | None = None
-    recent_end: int = 0
-    completion_tokens: float = 0.0
-    sinks: Tensor | None = None
     longest: int = 0
     """Tokens of the longest tail."""
     near: Near = field(default_factory=Near)

@@ -46,7 +46,7 @@ class Runner:
         self._loaded: set[int] = set()
         """Layers whose maps are on their device, or on the way."""
         self.fused: Fused | None = None
-        """What runs by kernels in the model's passes; of its seat."""
+        """What runs by kernels in the passes of its model."""
         self.whole = 0
         """Tokens of the prompt that is read piece by piece, with what the cache held before; 0 for one in one piece."""
         self._mask: tuple[Any, Tensor] | None = None
@@ -110,8 +110,10 @@ class Runner:
         self.counters.sparse_prompts += 1
         device = query.device
         regions = Regions.at_prefill_end(self._starts(mask, query.shape[0], device), key.shape[2], 0, 0)
-        view = LayerView(read(key, device), read(value, device), regions, scale, query.shape[1], module.layer_idx,
-                         len(cache.layers), cache.rope.get(getattr(module, "layer_type", None)), sinks=sinks)
+        view = LayerView(
+            read(key, device), read(value, device), regions=regions, scale=scale, num_query_heads=query.shape[1],
+            layer_idx=module.layer_idx, num_layers=len(cache.layers),
+            rope=cache.rope.get(getattr(module, "layer_type", None)), sinks=sinks)
         with torch.no_grad():
             out = reader.read(view, query, after=max(0, self.whole - key.shape[2]))
         return WithoutGradient.apply(query, out) if query.requires_grad else out
@@ -168,12 +170,12 @@ class Runner:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
     def step(
-        self, seat: Any, cache: SparseCache, token: Tensor, mask: Tensor | None, place: Tensor | None,
+        self, attached: Any, cache: SparseCache, token: Tensor, mask: Tensor | None, place: Tensor | None,
     ) -> Tensor | None:
         """Logits `[B, 1, V]` after one more token of every row by a plan of all layers, overwritten by the next step;
         None where there is none. What a user raises in it, a signal handler say, comes out as it was raised; where the
         model cannot be planned at all its layers decode one by one."""
-        plan = self.plan(cache, seat, mask)
+        plan = self.plan(cache, attached, mask)
         if plan is None:
             return None
         try:
@@ -181,18 +183,19 @@ class Runner:
         except Exception as error:  # whatever the model raises on its first plan
             if plan.taken or isinstance(error, torch.OutOfMemoryError) or raised_by_user(error):
                 raise
-            cache.plan, seat.layers.failed = None, f"its step failed: {first_line(error)}"
-            warnings.warn(f"{type(seat.model).__name__} decodes layer by layer, {seat.layers.failed}", stacklevel=2)
+            cache.plan, attached.layers.failed = None, f"its step failed: {first_line(error)}"
+            warnings.warn(f"{type(attached.model).__name__} decodes layer by layer, {attached.layers.failed}",
+                          stacklevel=2)
             return None
 
-    def plan(self, cache: SparseCache, seat: Any, mask: Tensor | None) -> Plan | None:
+    def plan(self, cache: SparseCache, attached: Any, mask: Tensor | None) -> Plan | None:
         """The plan of the next step of one token, made anew where the last no longer serves; None where the step is
         taken layer by layer: before decoding has begun, and where a plan is not possible, as the report says."""
         first: Any = cache.first
         if not self.run.replays or first.keys is None or self.run.compares or self.prefilling or (
                 torch.is_grad_enabled()):
             return None
-        reason = why_not_planned(cache, seat.layers, seat.model, seat.hooks, self.decoding.by_cpu)
+        reason = why_not_planned(cache, attached.layers, attached.model, attached.hooks, self.decoding.by_cpu)
         if reason is not None:
             self.counters.not_replayed = reason
             return None
@@ -202,7 +205,7 @@ class Runner:
         if ours and held.fits(cache):
             return held
         cache.plan = None
-        if length >= first.room or not set(cache.rope) <= set(seat.ropes):
+        if length >= first.room or not set(cache.rope) <= set(attached.ropes):
             return None  # no room; or an attachment before this one read the prompt: a pass shows how the model rotates
         states = self._states(cache, mask, length)
         if states is None:
@@ -224,9 +227,9 @@ class Runner:
         until = None if all(s is not None or i in self.decoding.dense_layers for i, s in enumerate(states)) else (
             self.decoding.short_until(first.keys, length + 1, on_host))
         ropes = {key: (table, how) for key, table in cache.rope.items()
-                 if table.length == length and (how := seat.ropes.get(key)) is not None}
+                 if table.length == length and (how := attached.ropes.get(key)) is not None}
         steady = (ours and held.data[0] is first.data and held.length == length) or cache.settled
-        plan = Plan(seat.layers, cache, states, starts, self.counters, ropes, until=until, owner=self,
+        plan = Plan(attached.layers, cache, states, starts, self.counters, ropes, until=until, owner=self,
                     steady=steady)
         if plan.fits(cache):
             cache.plan = plan

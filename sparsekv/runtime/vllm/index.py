@@ -121,7 +121,8 @@ class LayerIndex:
         of the piece last -> as q. Keys and values of the request are side by side while it lasts."""
         start = torch.zeros(1, dtype=torch.int64, device=q.device)
         view = LayerView(self.pages.keys_in(slots)[None], self.pages.values_in(slots)[None],
-                         Regions.of_equal_rows(start, slots.shape[0], 0, 0), self.scale, q.shape[1])
+                         regions=Regions.of_equal_rows(start, slots.shape[0], 0, 0), scale=self.scale,
+                         num_query_heads=q.shape[1])
         out = reads.read(view, q.transpose(0, 1)[None])[0].transpose(0, 1)
         return out if self.pages.scales.value == 1 else out * self.pages.scales.value
 

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 
 from sparsekv.core.layer import CacheLayer, Queries, Selection
-from sparsekv.core.regions import Regions
-from sparsekv.core.rope import RopeTable
 from sparsekv.kernels import Anchored, CompletionQuery, Pages, Sketch, attend_tokens, encode_keys
 from sparsekv.runtime.vllm.pages import by_slot, taken
 
@@ -103,7 +101,7 @@ class LayerPages:
         self.codes.index_copy_(2, at, encode_keys(keys.transpose(0, 1)[None], self.sketch, self.width))
 
 
-@dataclass(kw_only=True)
+@dataclass(eq=False)
 class PagedView(CacheLayer):
     """One request of a layer, to be built: slots `[N]` of its first tokens, the mid region's last among them. Or the
     batch of a decode step, one row of R queries: its metadata, page table `[R, blocks]` and output `[R, Hq, d]`.
@@ -112,10 +110,6 @@ class PagedView(CacheLayer):
     alike, and it multiplies the output. The key's scale is in that of the scores, and in the map of keys."""
 
     pages: LayerPages
-    regions: Regions
-    scale: float
-    num_query_heads: int
-    rope: RopeTable | None = None
     slots: Tensor | None = None
     metadata: DecodeMetadata | None = None
     table: Tensor | None = None

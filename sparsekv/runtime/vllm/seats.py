@@ -23,7 +23,6 @@ from torch import Tensor
 
 from sparsekv.core.regions import Regions, TailRule
 from sparsekv.kernels import slots_at
-from sparsekv.runtime.vllm.clock import Clock
 from sparsekv.runtime.vllm.index import LayerIndex, build_seat, extend_seat
 from sparsekv.runtime.vllm.paged import DecodeMetadata, UncodedSlots
 from sparsekv.runtime.vllm.seating import NOWHERE, SeatState, launch_follow, launch_lanes
@@ -111,7 +110,6 @@ class Seats:
         self.rows = 0
         self.taken, self.idle = False, 0
         self.uncoded: UncodedSlots | None = None
-        self.clock = Clock(device)
 
     def empty(self, short: bool) -> bool:
         """Whether a batch needs no seats: its requests are too short for one, and no seat is taken. After some such
@@ -295,8 +293,7 @@ class Seats:
         tail = max(0, past - self.places.window_size)
         slots = self._slots(table, tail)
         self.taken = True
-        with self.clock.timed():
-            build_seat(indices, seat, slots, self._regions(past, tail))
+        build_seat(indices, seat, slots, self._regions(past, tail))
         self._seated(seat, table, tail, slots)
         self.outgrows[seat] = self.steps + max(1, tail + self.places.room - past)
 

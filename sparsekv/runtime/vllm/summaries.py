@@ -29,7 +29,7 @@ def empty_request(maps: PhiLayer, shape: Sequence[int], dtype: torch.dtype, devi
     shape. Raises SparseKVError for maps that no kernel holds."""
     nowhere = torch.zeros(1, dtype=torch.int64, device=device)
     heads, keys = maps.offsets.shape[1], torch.zeros(1, shape[0], 0, shape[2], dtype=dtype, device=device)
-    view = LayerView(keys, keys, Regions(nowhere, nowhere, 0, 0), 1.0, heads)
+    view = LayerView(keys, keys, regions=Regions(nowhere, nowhere, 0, 0), scale=1.0, num_query_heads=heads)
     made = PhiEstimator(maps.to(device))
     made.build(view)
     made.set_read_share(view, 0.0)
