@@ -35,9 +35,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks._phi import random_phi
 from benchmarks._profile import print_kernels
 from benchmarks._rows import RESULTS, add_rows, row
-from sparsekv.artifacts.router import RouterLayer
 from sparsekv.core.estimators import PhiEstimator
-from sparsekv.core.index import Buckets
+from sparsekv.core.index import Buckets, RouterLayer
 from sparsekv.core.layer import LayerView, Queries, Selection
 from sparsekv.core.regions import Regions
 from sparsekv.core.selectors.router import Router

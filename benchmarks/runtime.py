@@ -22,9 +22,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks._rows import RESULTS, row, take_over
-from sparsekv.artifacts.router import RouterLayer
 from sparsekv.core.cost import read_shares
 from sparsekv.core.estimators import Estimator
+from sparsekv.core.index import RouterLayer
 from sparsekv.core.layer import LayerView, Queries
 from sparsekv.core.regions import Regions
 from sparsekv.core.selectors import SELECTORS, Selector

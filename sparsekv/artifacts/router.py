@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -15,6 +15,7 @@ from sparsekv.artifacts.fingerprint import check_fingerprint, model_fingerprint
 from sparsekv.artifacts.format import load_artifact, save_artifact, take
 from sparsekv.artifacts.hub.named import find_artifact
 from sparsekv.artifacts.hub.push import push_object
+from sparsekv.core.index import RouterLayer
 from sparsekv.core.sketch import check_sketch
 from sparsekv.kernels import QueryModel, Sketch
 from sparsekv.util.errors import SparseKVError
@@ -43,18 +44,6 @@ class RouterArtifactConfig:
     provenance: dict[str, Any] = field(default_factory=dict)
     quality: dict[str, Any] = field(default_factory=dict)
     kind: str = KIND
-
-
-class RouterLayer(NamedTuple):
-    """One layer: centroids `[Hkv, C, d]` unit length; weights None for `mean_key` scores; sketch with codes of
-    `sketch_bytes`, or None."""
-
-    centroids: Tensor
-    weights: QueryModel | None
-    key_space: str
-    scores: str
-    sketch: Sketch | None = None
-    sketch_bytes: int = 0
 
 
 class RouterArtifact:

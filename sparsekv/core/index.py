@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,41 +41,24 @@ FITTED_KEYS = 16_384
 """Keys, evenly spaced, that a basis or the queries' side is fitted to, at most."""
 
 
-class TrainedBuckets(Protocol):
-    """What an artifact has of a layer (`artifacts.router.RouterLayer`): centroids `[Hkv, C, d]` of unit length, a query
-    model or None, whether both see keys without RoPE (`pre`) or with it (`rot`), how buckets are scored by
-    default, and a sketch with codes of `sketch_bytes`, or None. Centroids and sketch may have the batch in front,
-    where every row has its own."""
-
-    @property
-    def centroids(self) -> Tensor: ...
-
-    @property
-    def weights(self) -> QueryModel | None: ...
-
-    @property
-    def key_space(self) -> str: ...
-
-    @property
-    def scores(self) -> str: ...
-
-    @property
-    def sketch(self) -> Sketch | None: ...
-
-    @property
-    def sketch_bytes(self) -> int: ...
-
-
-class Untrained(NamedTuple):
-    """`TrainedBuckets` of a layer that nothing was trained for: buckets begin at the request's own keys, its sketch is
-    fitted to the request. Of centroids `[Hkv, C, d]` and sketch only the shapes count."""
+class RouterLayer(NamedTuple):
+    """What a layer's router has been trained to: centroids `[Hkv, C, d]` of unit length, a query model or None, whether
+    both see keys without RoPE (`pre`) or with it (`rot`), how buckets are scored by default, and a sketch with codes of
+    `sketch_bytes`, or None. Centroids and sketch may have the batch in front, where every row has its own."""
 
     centroids: Tensor
     weights: QueryModel | None
     key_space: str
     scores: str
-    sketch: Sketch
-    sketch_bytes: int
+    sketch: Sketch | None = None
+    sketch_bytes: int = 0
+
+
+class Untrained(RouterLayer):
+    """A layer that nothing was trained for: buckets begin at the request's own keys, its sketch is fitted to the
+    request. Of centroids and sketch only the shapes count."""
+
+    __slots__ = ()
 
     @classmethod
     def of_shape(cls, heads: int, dim: int, device: torch.device) -> Untrained:
@@ -83,8 +66,7 @@ class Untrained(NamedTuple):
         width, wide = code_size(None, None, dim)
         empty = torch.zeros(heads, dim, 2 * width - wide, device=device)
         buckets = torch.zeros(1, dtype=torch.bool, device=device).expand(heads, USUAL_BUCKETS, dim)
-        return cls(buckets, None, "rot", "mean_key",
-                   Sketch(empty, empty[:, 0], empty), width)
+        return cls(buckets, None, "rot", "mean_key", Sketch(empty, empty[:, 0], empty), width)
 
 
 class Buckets(NamedTuple):
@@ -132,7 +114,7 @@ class Index(NamedTuple):
     first: Tensor | None = None
 
 
-def make_buckets(keys: CacheLayer, trained: TrainedBuckets, *, by_means: bool, moves: Moves | None) -> Buckets:
+def make_buckets(keys: CacheLayer, trained: RouterLayer, *, by_means: bool, moves: Moves | None) -> Buckets:
     """Buckets of the mid region. by_means: bucket means are the scores; moves: how trained buckets move to these keys,
     and none stays empty (`core.buckets.fit_buckets`); None: they stay."""
     regions, heads = keys.regions, keys.num_kv_heads
@@ -159,7 +141,7 @@ def make_buckets(keys: CacheLayer, trained: TrainedBuckets, *, by_means: bool, m
     return _summed(made, keys, bucket, joins, 0, end) if by_means else made
 
 
-def grow_buckets(buckets: Buckets, keys: CacheLayer, trained: TrainedBuckets, old: Regions) -> Buckets:
+def grow_buckets(buckets: Buckets, keys: CacheLayer, trained: RouterLayer, old: Regions) -> Buckets:
     """The same buckets with the tokens that joined the mid region after `old`."""
     low, end = old.edges[2], keys.regions.edges[3]
     bucket, joins = assign_buckets(_held(keys, trained, low, end), buckets.centroids), keys.regions.mid_mask(
@@ -196,7 +178,7 @@ def choose_buckets(rows: Tensor, new: Buckets, old: Buckets) -> Buckets:
     return made
 
 
-def _held(keys: CacheLayer, trained: TrainedBuckets, first: int, last: int) -> Tensor:
+def _held(keys: CacheLayer, trained: RouterLayer, first: int, last: int) -> Tensor:
     """Keys in the space of the buckets."""
     return keys.keys_pre(first, last) if trained.key_space == "pre" else keys.keys_at(first, last)
 

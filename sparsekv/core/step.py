@@ -90,10 +90,6 @@ class LayerState:
         self._moves: list[tuple[int, Regions]] = [(0, view.regions)]
         """The regions so far, and the length of the cache whose next step gave them; of the rows as they are."""
 
-    def outgrown(self, past: int) -> bool:
-        """Whether tail and decode window of a cache of `past` tokens have outgrown their room."""
-        return past >= self.room
-
     @property
     def room(self) -> int:
         """The length of a cache whose next step moves the region's border."""
@@ -110,7 +106,7 @@ class LayerState:
         view = self.view
         old = view.regions.grown(past)
         view.regions = view.regions.grown(length)
-        if not self.outgrown(past):
+        if past < self.room:
             return
         view.regions = view.regions.moved(self.tails.moved_to(past))
         grow(view, old, self.selector, self.estimator)

@@ -33,7 +33,7 @@ class AttentionSpec(NamedTuple):
 
 def decodes_sparsely(decoding: Decoding, index: int, layer: SparseLayer, length: int) -> bool:
     """Whether such a layer does, in a cache of `length` tokens: the one rule of dense or sparse."""
-    return index not in decoding.dense_layers and length >= decoding.short_until(
+    return index not in decoding.dense_layers and length >= decoding.dense_threshold(
         layer.keys, length, isinstance(layer, HostLayer))
 
 

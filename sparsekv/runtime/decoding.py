@@ -18,8 +18,8 @@ from sparsekv.core.regions import TailRule
 from sparsekv.core.registry import NONE, SELECTOR_ROWS, default_selector
 from sparsekv.core.selectors import SELECTORS, Selector
 from sparsekv.core.selectors.base import ReadsPrompts
+from sparsekv.runtime.break_even import DenseRule, Shape, Times, dense_rule, shortest, times_of
 from sparsekv.runtime.config import SparseConfig
-from sparsekv.runtime.crossing import DenseRule, Shape, Times, dense_rule, shortest, times_of
 from sparsekv.runtime.hf.cache import SparseCache, SparseLayer
 from sparsekv.util.config import check_ranges, whole
 from sparsekv.util.errors import SparseKVError, check_choice
@@ -68,7 +68,7 @@ class Decoding:
         selected there."""
         return self.placement == "cpu" or self.selector.scores_keys
 
-    def short_until(self, key: Tensor, length: int, on_host: bool = False) -> int:
+    def dense_threshold(self, key: Tensor, length: int, on_host: bool = False) -> int:
         """The length below which a cache with such keys `[B, Hkv, N, d]` decodes with full attention [tokens]; of a
         cache of a `length` that is too short to be timed, the length from which it is. on_host: the keys lie in CPU
         memory, which a device attends to."""

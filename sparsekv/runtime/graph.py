@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 import time
 import traceback
 import warnings
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from sparsekv.core.streams import record
 from sparsekv.runtime.plan import Plan
 from sparsekv.util.errors import SparseKVError, first_line
 
@@ -39,7 +38,7 @@ def _capture(plan: Plan) -> Tensor:
     with torch.cuda.stream(stream):
         answer = plan.run()
         try:
-            graph, logits = _graph_of(plan)
+            graph, logits = record(lambda: plan.run(captured=True))
         except Exception as error:  # whatever the driver raises; this step's answer is there
             if raised_by_user(error):
                 raise
@@ -53,21 +52,6 @@ def _capture(plan: Plan) -> Tensor:
     plan.graph = graph
     plan.counters.captured(time.perf_counter() - began)
     return logits
-
-
-def _graph_of(plan: Plan) -> tuple[Any, Tensor]:
-    """A pass as a graph, and where its logits will be."""
-    graph, collecting = torch.cuda.CUDAGraph(), gc.isenabled()
-    gc.disable()  # what is freed inside a capture must be its own
-    try:
-        graph.capture_begin(capture_error_mode="thread_local")
-        try:
-            return graph, plan.run(captured=True)
-        finally:
-            graph.capture_end()
-    finally:
-        if collecting:
-            gc.enable()
 
 
 def raised_by_user(error: BaseException) -> bool:

@@ -1,5 +1,5 @@
 """What the process keeps beside the objects of a call, and nothing else of the runtime but what was timed and loaded
-once: times of steps (`crossing.py`, `timing.py`), loaded kernels (`warm.py`), and of the engine that a process serves
+once: times (`timing.py`), loaded kernels (`warm.py`), and of the engine that a process serves
 its settings, sizes and graphs (`vllm/parts.py`, `vllm/summaries.py`, `vllm/graphs.py`).
 
 Of a model: who is attached to it, since a second attachment knows nothing of the first. Of a

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from sparsekv.artifacts.hub.modelcard import write_card
-from sparsekv.artifacts.router import RouterArtifact, RouterArtifactConfig, RouterLayer
+from sparsekv.artifacts.router import RouterArtifact, RouterArtifactConfig
 from sparsekv.capture.store.store import CaptureStore
 from sparsekv.core.buckets import imbalance, spherical_kmeans
+from sparsekv.core.index import RouterLayer
 from sparsekv.core.offline import Request, best_buckets, mass_read, mid_share, requests
 from sparsekv.core.selectors.router import SCORES, Router
 from sparsekv.core.selectors.sketch import SketchRouter

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from sparsekv.artifacts.phi import PhiLayer
-from sparsekv.artifacts.router import RouterLayer
 from sparsekv.core import stacked
 from sparsekv.core.estimators import PhiEstimator
+from sparsekv.core.index import RouterLayer
 from sparsekv.core.layer import LayerView, Queries
 from sparsekv.core.regions import Regions
 from sparsekv.core.rope import RopeTable

@@ -11,9 +11,8 @@ import torch
 from cases import Case, cases
 from seating_traffic import empty_batch, usual_steps
 
-from sparsekv.artifacts.router import RouterLayer
 from sparsekv.core.estimators import PhiEstimator
-from sparsekv.core.index import Buckets
+from sparsekv.core.index import Buckets, RouterLayer
 from sparsekv.core.layer import LayerView, Queries
 from sparsekv.core.regions import Regions
 from sparsekv.core.selectors.router import Router

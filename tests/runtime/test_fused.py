@@ -17,7 +17,7 @@ from torch import nn
 from sparsekv.kernels import few_rows
 from sparsekv.runtime import fused as door
 from sparsekv.runtime import timing
-from sparsekv.runtime.crossing import Shape
+from sparsekv.runtime.break_even import Shape
 from sparsekv.runtime.fused import ROTATION, Fused, few_gated, few_products
 from sparsekv.runtime.hf.attached import model_of
 from sparsekv.runtime.warm import full_token
@@ -246,7 +246,7 @@ def test_a_step_with_products_of_few_rows_is_as_near_to_float32_as_the_models_ow
     family: str, rows: int, timed: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Any,
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(timing, "_QUICKER", {})
+    monkeypatch.setattr(timing.PRODUCTS, "known", {})
     if not timed:
         monkeypatch.setattr(door, "quicker", lambda *args: True)
     shape = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "head_dim": 64}

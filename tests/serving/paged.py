@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from sparsekv.artifacts.phi import PhiLayer
-from sparsekv.artifacts.router import RouterLayer
 from sparsekv.core.buckets import spherical_kmeans
+from sparsekv.core.index import RouterLayer
 from sparsekv.core.rope import RopeTable
 from sparsekv.core.selectors import SELECTORS
 from sparsekv.core.selectors.router import Router

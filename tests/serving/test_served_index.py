@@ -22,8 +22,8 @@ from paged import (
 )
 
 from sparsekv.artifacts.phi import PhiLayer
-from sparsekv.artifacts.router import RouterLayer
 from sparsekv.core.estimators import PhiEstimator
+from sparsekv.core.index import RouterLayer
 from sparsekv.core.layer import LayerView, Queries
 from sparsekv.core.regions import Regions, TailRule
 from sparsekv.core.step import LayerState, build

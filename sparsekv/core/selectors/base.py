@@ -27,7 +27,7 @@ class Spends(enum.Enum):
 class Selector(RowState):
     """Chooses the mid tokens that a query reads exactly. The fields are the options; `build` makes one layer's state.
 
-    A class that is trained has a field `layer`: what an artifact has of the layer (`core/index.py: TrainedBuckets`). A
+    A class that is trained has a field `layer`: what an artifact has of the layer (`core/index.py: RouterLayer`). A
     class declares `row_state` and the three things below and overrides `validate`, `build`, `extend`, `select` and
     `cost_bytes`.
     """

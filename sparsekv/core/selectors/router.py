@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 from torch import Tensor
 
 from sparsekv.core.buckets import ALONE, BEFORE_CODES, Moves
-from sparsekv.core.index import Buckets, Index, TrainedBuckets, chosen_tokens, grow_buckets, make_buckets
+from sparsekv.core.index import Buckets, Index, RouterLayer, chosen_tokens, grow_buckets, make_buckets
 from sparsekv.core.layer import CacheLayer, Queries, Selection, heads_joined
 from sparsekv.core.regions import Regions
 from sparsekv.core.selectors.base import Selector, Spends
@@ -42,7 +42,7 @@ class Router(Selector):
     adapt: bool = option(True, help="Trained buckets move to this request's keys at the end of its prefill, and none "
                                     "stays empty; mean_key scores only: a query model knows no such bucket.")
     layer: Any = None
-    """A `TrainedBuckets`."""
+    """A `RouterLayer`."""
 
     @property
     def moves(self) -> Moves:
@@ -50,7 +50,7 @@ class Router(Selector):
         return BEFORE_CODES if self.reads_codes else ALONE
 
     @property
-    def trained(self) -> TrainedBuckets:
+    def trained(self) -> RouterLayer:
         """Raises SparseKVError where there is none."""
         if self.layer is None:
             raise SparseKVError(f"selector {self.name} needs a trained router: give router=...")

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from sparsekv.core.index import Index, TrainedBuckets, Untrained, choose_buckets, fit_basis, fit_side, list_whole
+from sparsekv.core.index import Index, RouterLayer, Untrained, choose_buckets, fit_basis, fit_side, list_whole
 from sparsekv.core.layer import CacheLayer, Queries, Selection, choose_rows
 from sparsekv.core.regions import Regions, tokens_of_budget
 from sparsekv.core.selectors.router import Router
@@ -58,7 +58,7 @@ class SketchRouter(Router):
     """Whether rows that are built together also decode together and without others; set by a server, whose do not."""
 
     @property
-    def trained(self) -> TrainedBuckets:
+    def trained(self) -> RouterLayer:
         assert self.layer is not None, "a layer without an artifact is known when it is prepared"
         return self.layer
 

@@ -16,9 +16,9 @@ from sparsekv.artifacts.fingerprint import check_all_bits, model_fingerprint
 from sparsekv.artifacts.hub.models import attention_modules, decoder
 from sparsekv.artifacts.hub.rotary import border_of, depends_on_length, tables_of_length
 from sparsekv.core.prefill import SparsePrompts
+from sparsekv.runtime.break_even import NEVER
 from sparsekv.runtime.config import SparseConfig
 from sparsekv.runtime.counters import Counters
-from sparsekv.runtime.crossing import NEVER
 from sparsekv.runtime.decoding import Decoding, make_decoding
 from sparsekv.runtime.hf.attached import enter, leave, model_of
 from sparsekv.runtime.hf.cache import SparseCache, SparseLayer
@@ -32,6 +32,7 @@ from sparsekv.runtime.hf.prompts import (
     check_mask,
     end_tokens,
     pad_token,
+    positions_of,
     vocabulary_of,
 )
 from sparsekv.runtime.hf.runner import Runner
@@ -221,8 +222,7 @@ class Attachment:
                     for part in input_ids.split(min(chunk_size or tokens, tokens), dim=1):
                         past += part.shape[1]
                         mask = None if attention_mask is None else attention_mask[:, :past]
-                        # a padded row counts from its first real token on, as `generate` does
-                        place = None if mask is None else (mask.cumsum(-1) - 1).clamp(min=0)[:, -part.shape[1]:]
+                        place = None if mask is None else positions_of(mask)[:, -part.shape[1]:]
                         decoder(self.model)(input_ids=part, attention_mask=mask, position_ids=place,
                                             past_key_values=cache, use_cache=True)
             finally:
@@ -280,7 +280,7 @@ class Attachment:
                 return self._step(token, mask, place, cache)
             cache.reset()
             cache.prompt = border + 1
-            places = None if mask is None else (mask.long().cumsum(-1) - 1).clamp(min=0)
+            places = None if mask is None else positions_of(mask)
             return self._logits(torch.cat(made, dim=1), mask, places, cache)
 
         return step

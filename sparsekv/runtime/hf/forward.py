@@ -13,7 +13,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from sparsekv.artifacts.hub.rotary import border_of
 from sparsekv.runtime.hf.attention import check_named
 from sparsekv.runtime.hf.cache import SparseCache
-from sparsekv.runtime.hf.prompts import check_cache_rows, check_left
+from sparsekv.runtime.hf.prompts import check_cache_rows, check_left, positions_of
 from sparsekv.runtime.hf.supported import check_attentions, check_cache, check_uncompiled
 from sparsekv.runtime.process import NOW, usual_defaults
 from sparsekv.util.errors import SparseKVError
@@ -118,7 +118,7 @@ def _read_anew(attached: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     whole, mask = torch.cat(answer.passes, dim=1), kwargs.get("attention_mask")
     answer.cache.reset()
     answer.cache.prompt = whole.shape[1]
-    places = None if mask is None else (mask.long().cumsum(-1) - 1).clamp(min=0)
+    places = None if mask is None else positions_of(mask)
     return kwargs | {"input_ids": whole, "past_key_values": answer.cache, "position_ids": places}
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sparsekv.artifacts.checks import brief
+from sparsekv.runtime.hf.prompts import positions_of
 from sparsekv.util.config import whole
 from sparsekv.util.errors import SparseKVError
 
@@ -34,9 +35,7 @@ def decode_loop(
     rows, device = ids.shape[0], ids.device
     ends = torch.tensor(eos, dtype=torch.long, device=device)
     generator = None if seed is None else torch.Generator(device).manual_seed(seed)
-    places = None
-    if mask is not None:
-        places = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1]:]
+    places = None if mask is None else positions_of(mask)[:, -ids.shape[1]:]
     if streamer is not None:
         streamer.put(ids.cpu())
     logits = prefill(ids, mask, places, cache)

@@ -50,6 +50,11 @@ def check_mask(mask: Any, rows: int, tokens: int, *, ends: bool = False) -> None
         check_left(mask)
 
 
+def positions_of(mask: Tensor) -> Tensor:
+    """Positions of tokens by a mask `[B, tokens]`, int64: a padded row counts from its first real token on."""
+    return (mask.long().cumsum(-1) - 1).clamp(min=0)
+
+
 def check_left(mask: Tensor) -> None:
     """Raises SparseKVError for a mask `[B, tokens]` whose padding is not all on the left of every row."""
     real = mask.bool()

@@ -17,8 +17,8 @@ from sparsekv.core.selectors.base import ReadsPrompts
 from sparsekv.core.step import LayerState
 from sparsekv.kernels import dense_attention
 from sparsekv.runtime.begin import AttentionSpec, begin, decodes_sparsely, to_begin
+from sparsekv.runtime.break_even import Shape, shortest
 from sparsekv.runtime.counters import Counters
-from sparsekv.runtime.crossing import Shape, shortest
 from sparsekv.runtime.decoding import Decoding
 from sparsekv.runtime.fused import Fused
 from sparsekv.runtime.graph import raised_by_user, take_step
@@ -225,7 +225,7 @@ class Runner:
             starts = self._starts(mask, first.keys.shape[0], first.device)
         on_host = any(isinstance(layer, HostLayer) for layer in cache.layers)
         until = None if all(s is not None or i in self.decoding.dense_layers for i, s in enumerate(states)) else (
-            self.decoding.short_until(first.keys, length + 1, on_host))
+            self.decoding.dense_threshold(first.keys, length + 1, on_host))
         ropes = {key: (table, how) for key, table in cache.rope.items()
                  if table.length == length and (how := attached.ropes.get(key)) is not None}
         steady = (ours and held.data[0] is first.data and held.length == length) or cache.settled

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from sparsekv.artifacts.phi import PhiLayer
-from sparsekv.artifacts.router import RouterLayer
 from sparsekv.core.estimators import PhiEstimator
-from sparsekv.core.index import Buckets, TrainedBuckets, list_whole
+from sparsekv.core.index import Buckets, RouterLayer, list_whole
 from sparsekv.core.layer import LayerView, Queries, mapped
 from sparsekv.core.prefill import SparsePrompts
 from sparsekv.core.regions import Regions
@@ -238,7 +237,7 @@ def copy_all(pairs: Sequence[Copied]) -> None:
         torch._foreach_copy_(places, all_found)
 
 
-def _placed(trained: TrainedBuckets, device: torch.device, kind: torch.dtype) -> RouterLayer:
+def _placed(trained: RouterLayer, device: torch.device, kind: torch.dtype) -> RouterLayer:
     """The artifact's part on the device; the sketch in float32 at least."""
     kind = torch.promote_types(kind, torch.float32)
     weights = None if trained.weights is None else QueryModel(*(w.to(device) for w in trained.weights))
@@ -257,7 +256,7 @@ def _put(rows: Any, seat: int, found: Any, copied: list[Copied]) -> Any:
 
 
 def _shapes(
-    trained: TrainedBuckets, room: Room, dtype: torch.dtype, *, by_means: bool,
+    trained: RouterLayer, room: Room, dtype: torch.dtype, *, by_means: bool,
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Shape and kind of the fields of the seats' `Buckets`."""
     (heads, buckets, dim), seats = trained.centroids.shape, room.seats + 1

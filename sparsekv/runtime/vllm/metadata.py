@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sparsekv.core.rope import RopeTable
-from sparsekv.runtime.crossing import dense_rule
+from sparsekv.runtime.break_even import dense_rule
 from sparsekv.runtime.vllm.graphs import TURN, capture_twice
 from sparsekv.runtime.vllm.index import LayerIndex, Room, warm
 from sparsekv.runtime.vllm.paged import DecodeMetadata, Scales, UncodedSlots

@@ -3,6 +3,7 @@ attributes of vLLM's objects alone."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,12 +15,10 @@ from sparsekv.runtime.vllm import summaries
 from sparsekv.runtime.vllm.checks import check_engine, head_slice, served_shape
 from sparsekv.runtime.vllm.index import heads_of
 from sparsekv.runtime.vllm.prompts import prompt_bytes
-from sparsekv.runtime.vllm.settings import VARIABLE, ServedModel, Serving, served_model, settings_path
+from sparsekv.runtime.vllm.settings import VARIABLE, ServedModel, ServedShape, Serving, served_model, settings_path
 from sparsekv.runtime.vllm.share import Counted, MemoryPlan, count, memory_plan, seats_within
 from sparsekv.util.errors import SparseKVError
 from sparsekv.util.memory import memory_of
-
-_PLANS: dict[tuple[str, Any], ServedModel] = {}
 
 
 def plan_for(config: Any) -> ServedModel:
@@ -29,10 +28,12 @@ def plan_for(config: Any) -> ServedModel:
         raise SparseKVError(f"the attention backend CUSTOM is sparsekv's and {VARIABLE} is not set; set it to a "
                             "settings file (docs/serve.md), or choose another backend")
     check_engine(config)
-    shape = served_shape(config.model_config)
-    if (path, shape) not in _PLANS:
-        _PLANS[path, shape] = served_model(Serving.load(path), shape)
-    return _PLANS[path, shape]
+    return _plan(path, served_shape(config.model_config))
+
+
+@functools.cache
+def _plan(path: str, shape: ServedShape) -> ServedModel:
+    return served_model(Serving.load(path), shape)
 
 
 def layer_number(name: str) -> int:

@@ -2,9 +2,8 @@
 the device at hand, one layer's step at two lengths, for the number of rows, heads and the method that are decoded with.
 A server's batch has any number of rows and the engine's own attention kernel: there the length is a measured one.
 
-Two lines through these times cross at the length. What was timed is kept for the process and in `crossing.json` of the
-user's cache folder (`$XDG_CACHE_HOME/sparsekv`, else `~/.cache/sparsekv`), by kind of device; where that cannot be
-written it is timed again.
+Two lines through these times cross at the length, the break-even length. Times are kept (`timing.Kept`) in
+`break_even.json`.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ MEASURED_BYTES = {"cuda": (190_000_000, 4), "cpu": (32_000_000, 1)}
 where that cannot be timed, and the part of it that a request holds at least: on one H200, beside FlashAttention 3, 32/8
 heads of 128; on a CPU of every request (docs/results/speed.md, router at 2 %)."""
 NEVER = 1 << 62
-KEPT = Kept("crossing.json")
 
 
 class Shape(NamedTuple):
@@ -61,7 +59,7 @@ class Times(NamedTuple):
     sparse: tuple[float, float]
 
     @property
-    def crossing(self) -> int:
+    def break_even(self) -> int:
         """The length from which the sparse step is the faster one; `NEVER` where the lines do not cross."""
         (first, last), gap = self.lengths, self.sparse[0] - self.full[0]
         if gap <= 0:
@@ -97,7 +95,7 @@ def dense_rule(
     if on_host:
         return DenseRule(0, 0, "keys and values lie in CPU memory")
     if times is not None:
-        return DenseRule(times.crossing, 0, times.describe(name), times)
+        return DenseRule(times.break_even, 0, times.describe(name), times)
     batch, part = MEASURED_BYTES.get(device, (0, 1))
     together, least = (-(-batch // (token_bytes * n)) for n in (1, part))
     return DenseRule(least, together if part > 1 else 0, (
@@ -105,21 +103,24 @@ def dense_rule(
         f"{token_bytes} bytes a token"))
 
 
-_KNOWN: dict[str, Times] = {}
-"""What was timed in this process, by `key_of`."""
+def _times(found: Any) -> Times | None:
+    """Times as they are kept; None for anything else."""
+    try:
+        lengths, full, sparse = ((float(a), float(b)) for a, b in found)
+        return Times((int(lengths[0]), int(lengths[1])), full, sparse)
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+KEPT = Kept("break_even.json", _times)
 
 
 def times_of(shape: Shape, selector: Selector, estimator: Estimator | None, sinks: int, window: int) -> Times:
     """The times of this shape, kept or taken. selector, estimator: of one layer, not built yet; sinks, window: tokens
     of sink and local window."""
-    key = key_of(shape, selector, estimator, sinks, window)
-    if key not in _KNOWN:
-        times = _kept(key)
-        if times is None:
-            times = _timed(shape, selector, estimator, sinks, window)
-            KEPT.put(key, times._asdict())
-        _KNOWN[key] = times
-    return _KNOWN[key]
+    times: Times = KEPT.get(key_of(shape, selector, estimator, sinks, window),
+                            lambda: _timed(shape, selector, estimator, sinks, window))
+    return times
 
 
 def shortest(device: torch.device, sinks: int, window: int) -> int:
@@ -190,12 +191,3 @@ def full_step(view: LayerView, queries: Queries) -> Any:
         return decode_attention(queries.folded, view.keys, view.values, view.regions.starts, queries.lengths,
                                 scale=view.scale)
     return dense_attention(queries.rot, view.keys, view.values, scale=view.scale)
-
-
-def _kept(key: str) -> Times | None:
-    try:
-        found = KEPT.get(key)
-        (first, last), full, sparse = (found[name] for name in Times._fields)
-        return Times((int(first), int(last)), (float(full[0]), float(full[1])), (float(sparse[0]), float(sparse[1])))
-    except (TypeError, KeyError, ValueError, IndexError):  # not there, or written by something else
-        return None
