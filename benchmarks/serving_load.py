@@ -99,8 +99,8 @@ class SparseRows:
 
             def counted(builder: Any, *args: Any, **kwargs: Any) -> Any:
                 found = build(builder, *args, **kwargs)
-                if found.lanes is not None:
-                    sparse = found.lanes.sparse.sum()
+                if found.decode is not None:
+                    sparse = found.decode.sparse.sum()
                     self.rows, self.steps = self.rows.to(sparse.device) + sparse, self.steps.to(sparse.device) + (
                         sparse > 0)
                 return found

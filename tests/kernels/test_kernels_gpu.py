@@ -122,8 +122,8 @@ def test_a_usual_step_does_not_wait_for_the_device() -> None:
     for step, (seats, batch) in enumerate(usual_steps()):
         torch.cuda.set_sync_debug_mode("error" if step > 1 else "default")
         try:
-            found = seats.serve(batch, seats.follow(batch, new=batch.slots, decode=True), [])
-            lanes = seats.lanes(batch, found)
+            found = seats.serve(batch, seats.follow(batch, new=batch.slot_mapping, decode=True), [])
+            lanes = seats.metadata(batch, found)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert lanes.sparse.tolist() == [True]

@@ -61,26 +61,26 @@ class SparseImpl(StockImpl):
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Any,
         output: Tensor, output_scale: Tensor | None = None, output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        found: SparseMetadata | None = attn_metadata
-        if self.served is None or found is None or (found.lanes is None and not found.pieces):
-            return super().forward(layer, query, key, value, kv_cache, None if found is None else found.full, output,
+        batch: SparseMetadata | None = attn_metadata
+        if self.served is None or batch is None or (batch.decode is None and not batch.pieces):
+            return super().forward(layer, query, key, value, kv_cache, None if batch is None else batch.full, output,
                                    output_scale, output_block_scale)
-        lanes, index = found.lanes, self.served.at(kv_cache)
-        if lanes is not None and found.at is None:
-            assert found.table is not None
-            rows = lanes.sparse.shape[0]
-            index.step(unrounded(query[:rows], layer, output), lanes, found.table, output[:rows])
+        decode, index = batch.decode, self.served.at(kv_cache)
+        if decode is not None and batch.tokens is None:
+            assert batch.block_table is not None
+            rows = decode.sparse.shape[0]
+            index.step(unrounded(query[:rows], layer, output), decode, batch.block_table, output[:rows])
             return output
-        super().forward(layer, query, key, value, kv_cache, found.others, output, output_scale, output_block_scale)
-        if lanes is not None and found.at is not None and found.table is not None:
-            q, dense = unrounded(rows_at(query, found.at), layer, output), output[found.at]
-            sparse = index.step(q, lanes, found.table, torch.empty_like(q))
-            output[found.at] = torch.where(lanes.sparse[:, None, None], sparse.view_as(dense), dense)
-        for piece in found.pieces:
-            place, reads = output[piece.first:piece.last], self.served.builder.plan.reads
+        super().forward(layer, query, key, value, kv_cache, batch.others, output, output_scale, output_block_scale)
+        if decode is not None and batch.tokens is not None and batch.block_table is not None:
+            q, dense = unrounded(rows_at(query, batch.tokens), layer, output), output[batch.tokens]
+            sparse = index.step(q, decode, batch.block_table, torch.empty_like(q))
+            output[batch.tokens] = torch.where(decode.sparse[:, None, None], sparse.view_as(dense), dense)
+        for piece in batch.pieces:
+            out, reads = output[piece.first:piece.last], self.served.builder.plan.reads
             assert reads is not None
             q = unrounded(query[piece.first:piece.last], layer, output)
-            place.copy_(index.read(q, piece.slots, reads).reshape(place.shape))
+            out.copy_(index.read(q, piece.slots, reads).reshape(out.shape))
         return output
 
 

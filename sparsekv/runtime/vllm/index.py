@@ -105,7 +105,7 @@ class LayerIndex:
     def step(self, q: Tensor, metadata: DecodeMetadata, table: Tensor, out: Tensor) -> Tensor:
         """A decode step of one query a row, q `[R, Hq, d]` with RoPE, into out `[R, Hq, d]`: over the row's anchors and
         what its selector chooses, completed if asked for, or over all it has in its pages, table `[R, blocks]`."""
-        columns = metadata.places
+        columns = metadata.positions
         if self.turns and self.rope is not None:
             columns = columns.clamp(0, self.rope.tables()[0].shape[1] - 1)
         # one row of R queries; what each of them sees the metadata say

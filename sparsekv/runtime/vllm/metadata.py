@@ -19,7 +19,7 @@ from sparsekv.runtime.vllm.index import LayerIndex, Room, warm
 from sparsekv.runtime.vllm.paged import DecodeMetadata, Scales, UncodedSlots
 from sparsekv.runtime.vllm.parts import kept_beside, layer_number, part_of, plan_for, seats_of
 from sparsekv.runtime.vllm.prompts import Piece, hold, pieces_of, warm_blocks, without
-from sparsekv.runtime.vllm.seats import Places, Seats, StepRows, rows_of
+from sparsekv.runtime.vllm.seats import SeatRule, Seats, StepRows, rows_of
 from sparsekv.runtime.vllm.stock import (
     AttentionCGSupport,
     AttentionMetadataBuilder,
@@ -33,15 +33,15 @@ from sparsekv.util.errors import SparseKVError
 
 @dataclass
 class SparseMetadata:
-    """full: the stock backend's metadata. Of a batch in which some rows may be sparse also lanes, and table
-    `[R, blocks]`: the rows' pages; beside a prompt's chunk of the R rows that decode, whose queries are `at [R]`.
-    pieces: of prompts that are read sparsely. others: the stock backend's metadata of what is left to it, in which rows
-    that decode sparsely have one token, and the requests of pieces none."""
+    """full: the stock backend's metadata. Of a batch in which some rows may be sparse also decode, and block_table
+    `[R, blocks]`; beside a prompt's chunk these are of the R rows that decode, whose queries are `tokens [R]`. pieces:
+    of prompts that are read sparsely. others: the stock backend's metadata of what is left to it, in which rows that
+    decode sparsely have one token, and the requests of pieces none."""
 
     full: Any
-    lanes: DecodeMetadata | None = None
-    table: Tensor | None = None
-    at: Tensor | None = None
+    decode: DecodeMetadata | None = None
+    block_table: Tensor | None = None
+    tokens: Tensor | None = None
     others: Any = None
     pieces: Sequence[Piece] = ()
 
@@ -111,12 +111,12 @@ class SparseBuilder(AttentionMetadataBuilder):
         logging.getLogger("vllm.sparsekv").info(
             "requests decode sparsely from %d tokens on, %d of a batch together: %s", rule.shortest, rule.together,
             rule.why)
-        places = Places(self.plan.sink_size, self.plan.window_size, serving.decode_window, rule.shortest,
+        seat_rule = SeatRule(self.plan.sink_size, self.plan.window_size, serving.decode_window, rule.shortest,
                         kv_cache_spec.block_size)
         self.kept = kept_beside(vllm_config, self.plan)
         self.room = Room(seats_of(vllm_config, self.plan, self.kept), longest)
         graphs = vllm_config.compilation_config.max_cudagraph_capture_size or 0
-        self.seats = Seats(self.room.seats, places, longest, device,
+        self.seats = Seats(self.room.seats, seat_rule, longest, device,
                            max(vllm_config.scheduler_config.max_num_seqs, graphs))
         self.rope = rope_of() if any(h.selector.trained.key_space == "pre" for h in self.sparse_layers) else None
         self.uncoded: UncodedSlots | None = None
@@ -135,7 +135,7 @@ class SparseBuilder(AttentionMetadataBuilder):
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> SparseMetadata:
         common, reads = common_attn_metadata, self.plan.reads
-        pieces = pieces_of(common, reads, self.seats.places.page) if self.sparse_layers and reads is not None else []
+        pieces = pieces_of(common, reads, self.seats.rule.page) if self.sparse_layers and reads is not None else []
         if pieces and not self.held:
             hold(self.kept.prompts, self.device)
             self.held = True
@@ -178,14 +178,14 @@ class SparseBuilder(AttentionMetadataBuilder):
         if not self.sparse_layers or (not serves and TURN.capturing):
             return self._full(common)
         batch = StepRows(common.seq_lens, common.query_start_loc, common.block_table_tensor, common.slot_mapping,
-                      getattr(common, "is_prefilling", None))
+                         getattr(common, "is_prefilling", None))
         indices = [index for h in self.sparse_layers if (index := h.ready()) is not None]
         if indices and not self.warm:
-            warm(indices, self.seats.places.sink_size)
+            warm(indices, self.seats.rule.sink_size)
             if self.plan.reads is not None:
                 warm_blocks(indices[0], self.sparse_layers[0].impl.num_heads, self.plan.reads)
             self.warm = True
-        new, decode = batch.slots if serves else batch.slots[:0], common.max_query_len == 1
+        new, decode = batch.slot_mapping if serves else batch.slot_mapping[:0], common.max_query_len == 1
         rows = None if decode else decoding_rows(common)
         lengths = lengths_of(common)
         lengths = lengths if rows is None or not rows.numel() else lengths[rows]
@@ -194,24 +194,24 @@ class SparseBuilder(AttentionMetadataBuilder):
             if self.uncoded is not None:
                 self.uncoded.note(new, decode=decode)
             return self._full(common, pieces)
-        found = self.seats.follow(batch, new=new, decode=decode)
+        matches = self.seats.follow(batch, new=new, decode=decode)
         if short or (rows is not None and not (serves and rows.numel())):
             self.seats.other_batch()
             return self._full(common, pieces)
         if serves and len(indices) == len(self.sparse_layers):
-            found = self.seats.serve(batch, found, indices)
+            matches = self.seats.serve(batch, matches, indices)
         if rows is not None:
             self.seats.other_batch()
-            batch, found, at = rows_of(batch, found, rows.to(batch.lengths.device, non_blocking=True))
-        lanes = self.seats.lanes(batch, found)
-        if not lanes.sparse.is_cuda and not lanes.sparse.any():
+            batch, matches, at = rows_of(batch, matches, rows.to(batch.seq_lens.device, non_blocking=True))
+        metadata = self.seats.metadata(batch, matches)
+        if not metadata.sparse.is_cuda and not metadata.sparse.any():
             return self._full(common, pieces)
         if rows is None:
-            return SparseMetadata(self.full.build(0, common), lanes, batch.table)
+            return SparseMetadata(self.full.build(0, common), metadata, batch.block_table)
         lengths = common.seq_lens.index_copy(
-            0, rows.to(batch.lengths.device, non_blocking=True), batch.lengths.masked_fill(lanes.sparse, 1))
-        return SparseMetadata(self.full.build(0, common), lanes._replace(rest=torch.zeros_like(lanes.rest)),
-                              batch.table, at, self._others(common, lengths, pieces), pieces)
+            0, rows.to(batch.seq_lens.device, non_blocking=True), batch.seq_lens.masked_fill(metadata.sparse, 1))
+        return SparseMetadata(self.full.build(0, common), metadata._replace(rest=torch.zeros_like(metadata.rest)),
+                              batch.block_table, at, self._others(common, lengths, pieces), pieces)
 
     def _full(self, common: Any, pieces: Sequence[Piece] = ()) -> SparseMetadata:
         others = self._others(common, common.seq_lens, pieces) if pieces else None

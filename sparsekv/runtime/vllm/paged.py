@@ -18,14 +18,17 @@ KEYS_AT_ONCE = 8192
 
 
 class DecodeMetadata(NamedTuple):
-    """A decode step's rows as the layers need them. sparse `[R]`: who decodes sparsely; seat `[R]`: with which index,
-    for the others nobody's; anchors `[R, A]`: slots of sink and tail, the first `anchored [R]`, -1 behind them; places
-    `[R]`: position of the query; rest `[R]` int32: lengths of the rows that are attended to fully, 0 for the others."""
+    """The rows of a decode step, as the layers need them.
+
+    sparse `[R]`: who decodes sparsely; seat `[R]`: with which index, for the others nobody's; anchors `[R, A]`: slots
+    of sink and tail, the first `anchored [R]`, -1 behind them; positions `[R]` of the queries; rest `[R]` int32:
+    lengths of the rows that are attended to fully, 0 for the others.
+    """
 
     sparse: Tensor
     seat: Tensor
     anchors: Tensor
-    places: Tensor
+    positions: Tensor
     rest: Tensor
     anchored: Tensor
 
