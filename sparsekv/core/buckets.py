@@ -17,7 +17,7 @@ POINTS_PER_CENTROID = 512
 
 
 class Moves(NamedTuple):
-    """How trained buckets move to a request: iterations of k-means, and sampled keys per bucket."""
+    """The move of trained buckets to a request: iterations of k-means, and sampled keys per bucket."""
 
     iterations: int
     keys: int
@@ -88,7 +88,7 @@ def fit_buckets(
 
 
 def own_centroids(keys: Tensor, first: Tensor, last: Tensor, number: int) -> Tensor:
-    """Where buckets of a request begin that nothing was trained for: at `number` of its keys, evenly spaced.
+    """Start the buckets of an untrained request at `number` of its keys, evenly spaced.
 
     Args:
         keys: `[B, H, N, d]`.

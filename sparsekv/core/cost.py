@@ -17,10 +17,17 @@ from sparsekv.core.selectors.base import Selector
 def read_shares(
     view: CacheLayer, queries: Queries, selections: Sequence[Selection], more: Tensor | float,
 ) -> Tensor:
-    """What a step reads of every layer, over what is in sight, `[2, layers, Q]` float64: tokens, mean over lists, and
-    bytes, every query taken as a step of its own: the selected rows (for every list that has them) and the anchors, and
-    `more`, `extra_tokens` of all layers or `[layers, B]`. The layers differ in their selection alone: view and queries
-    are those of any of them. Waits for no device."""
+    """Compute what a step reads of every layer, over what is in sight. Waits for no device.
+
+    Args:
+        view, queries: of any of the layers, which differ in their selection alone; every query is a step of its own.
+        selections: of every layer.
+        more: `extra_tokens` of all layers, or `[layers, B]`.
+
+    Returns:
+        `[2, layers, Q]` float64: tokens, mean over lists, and bytes: the selected rows (for every list that has them),
+        the anchors and `more`.
+    """
     starts, mid = queries.per_query(view.regions.starts), queries.per_query(view.regions.mid_sizes)
     context = queries.lengths - starts
     found: list[Tensor] = [context] * len(selections)
@@ -41,7 +48,7 @@ def read_shares(
 
 
 def extra_tokens(view: CacheLayer, selector: Selector, estimator: Estimator | None) -> Tensor | float:
-    """What a step reads to choose and to complete, of one row, in tokens of the layer."""
+    """Compute what a step reads to choose and to complete, of one row [tokens of the layer]."""
     more = selector.cost_bytes(view) + (0.0 if estimator is None else estimator.cost_bytes(view))
     return (more.double() if isinstance(more, Tensor) else more) / token_bytes(view)
 

@@ -42,8 +42,8 @@ FITTED_KEYS = 16_384
 
 
 class RouterLayer(NamedTuple):
-    """What a layer's router has been trained to: centroids `[Hkv, C, d]` of unit length, a query model or None, whether
-    both see keys without RoPE (`pre`) or with it (`rot`), how buckets are scored by default, and a sketch with codes of
+    """The trained router of a layer: centroids `[Hkv, C, d]` of unit length, a query model or None, whether both see
+    keys without RoPE (`pre`) or with it (`rot`), how buckets are scored by default, and a sketch with codes of
     `sketch_bytes`, or None. Centroids and sketch may have the batch in front, where every row has its own."""
 
     centroids: Tensor
@@ -62,7 +62,8 @@ class Untrained(RouterLayer):
 
     @classmethod
     def of_shape(cls, heads: int, dim: int, device: torch.device) -> Untrained:
-        """Of a layer with so many KV heads, with as many buckets and bytes a code as a training makes by default."""
+        """Make one for a layer with so many KV heads, with as many buckets and bytes a code as a training makes by
+        default."""
         width, wide = code_size(None, None, dim)
         empty = torch.zeros(heads, dim, 2 * width - wide, device=device)
         buckets = torch.zeros(1, dtype=torch.bool, device=device).expand(heads, USUAL_BUCKETS, dim)
@@ -98,7 +99,7 @@ class Buckets(NamedTuple):
 
 
 class Index(NamedTuple):
-    """All that choosing reads of B requests: buckets, and the query model that scores them (None: their means do);
+    """The index of B requests, read by a choice: buckets, and the query model that scores them (None: their means do);
     codes by number, and their sketch with `queries` by request; budget and pool `[B]` int64, tokens to read and
     candidates to score, and the largest of each. Without codes buckets choose alone; without buckets every token of the
     mid region is a candidate, from `first [B]` int64 on."""
@@ -142,7 +143,7 @@ def make_buckets(keys: CacheLayer, trained: RouterLayer, *, by_means: bool, move
 
 
 def grow_buckets(buckets: Buckets, keys: CacheLayer, trained: RouterLayer, old: Regions) -> Buckets:
-    """The same buckets with the tokens that joined the mid region after `old`."""
+    """Add to the buckets the tokens that joined the mid region after `old`."""
     low, end = old.edges[2], keys.regions.edges[3]
     bucket, joins = assign_buckets(_held(keys, trained, low, end), buckets.centroids), keys.regions.mid_mask(
         low, end, after=old.mid_last)
@@ -155,8 +156,8 @@ def grow_buckets(buckets: Buckets, keys: CacheLayer, trained: RouterLayer, old: 
 
 
 def list_whole(buckets: Buckets, view: CacheLayer, rows: Tensor) -> Buckets:
-    """The same with all tokens of the mid region of these rows `[B]` in the first bucket, in order, and the others
-    empty: with as many candidates as tokens they choose as without buckets."""
+    """Put all tokens of the mid region of these rows `[B]` in the first bucket, in order, and the others empty: with as
+    many candidates as tokens they choose as without buckets."""
     order, offsets, regions = buckets.order, buckets.offsets, view.regions
     places = torch.arange(order.shape[2], device=order.device)
     first, sizes, rows = (x[:, None] for x in (regions.mid_first, regions.mid_sizes, rows))
@@ -197,7 +198,7 @@ def _summed(buckets: Buckets, keys: CacheLayer, bucket: Tensor, joins: Tensor, l
 
 
 class Spaced(NamedTuple):
-    """Some keys of every row, evenly spaced from its first token to the end of its mid region: a row's are the same
+    """Sampled keys of every row, evenly spaced from its first token to the end of its mid region: a row's are the same
     whatever is padded before it. Those of all rows lie in one stretch from `low` to `end`, `stride` apart; or they are
     at `places [B, n]`, a row's own `steps [B]` apart, and past its end where it has fewer."""
 
@@ -208,7 +209,7 @@ class Spaced(NamedTuple):
     places: Tensor | None = None
 
     def take(self, x: Tensor) -> Tensor:
-        """Of all keys, or codes, by place `[B, Hkv, N, d]`: `[B, Hkv, n, d]`."""
+        """Sample keys, or codes: `[B, Hkv, N, d]` -> `[B, Hkv, n, d]`."""
         if self.places is None:
             return x[:, :, self.low:self.end:self.stride]
         index = self.places.clamp(max=max(self.end - 1, 0)).to(x.device)
@@ -216,7 +217,7 @@ class Spaced(NamedTuple):
                  torch.arange(x.shape[1], device=x.device)[:, None], index[:, None]]
 
     def used(self, regions: Regions) -> Tensor:
-        """Which of them are in the mid region, `[B, n]`."""
+        """Mark those in the mid region, `[B, n]`."""
         if self.places is None:
             return regions.mid_mask(self.low, self.end)[:, ::self.stride]
         return (self.places >= regions.mid_first[:, None]) & (self.places < regions.mid_last[:, None])
@@ -262,7 +263,7 @@ def fit_basis(keys: CacheLayer, fixed: Sketch, width: int, *, always: bool = Fal
 
 
 def fit_side(keys: CacheLayer, fixed: Sketch, codes: Tensor | None) -> Tensor:
-    """What queries multiply the artifact's codes by, fitted to these requests' keys: `[B, Hkv, d, r]`."""
+    """Fit what queries multiply the artifact's codes by to these requests' keys: `[B, Hkv, d, r]`."""
     spaced = spaced_by(keys.regions, fit_stride)
     if spaced.places is None:
         some = keys.codes_at(codes, spaced.low, spaced.end, spaced.stride)

@@ -33,8 +33,8 @@ E = TypeVar("E", bound=Estimator | None)
 
 @dataclass(frozen=True)
 class Window:
-    """What a layer (or several, side by side as heads) did on one document: keys, values `[Hkv, N, d]` and queries
-    `[Hq, T, d]`, keys and queries with RoPE, at ascending `positions [T]` that all heads share."""
+    """A layer (or several, side by side as heads) on one document: keys, values `[Hkv, N, d]` and queries `[Hq, T, d]`,
+    keys and queries with RoPE, at ascending `positions [T]` that all heads share."""
 
     keys: Tensor
     values: Tensor
@@ -135,8 +135,8 @@ def mass_read(share: Tensor, selection: Selection) -> Tensor:
 
 
 def best_buckets(request: Request, router: Router, share: Tensor, budget: int | float) -> Selection:
-    """What the router would read at a budget if it knew the attention: its buckets by true mass per token, summed over
-    the group. share: `mid_share` of the request."""
+    """Select what the router would read at a budget if it knew the attention: its buckets by true mass per token,
+    summed over the group. share: `mid_share` of the request."""
     view, index = request.view, router.buckets
     assert index is not None
     counts, order = index.counts, index.order.long()

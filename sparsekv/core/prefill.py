@@ -21,7 +21,7 @@ MOST_BLOCKS, MOST_BYTES = 128, 1 << 30
 
 @dataclass(frozen=True)
 class SparsePrompts:
-    """How a prompt is read sparsely: 128 queries of a head attend to themselves (causally), to the first 128 tokens and
+    """The options of sparse prompts: 128 queries of a head attend to themselves (causally), to the first 128 tokens and
     to the blocks of 128 tokens that sums over antidiagonals of the scores choose (`kernels/block_attention.py`, by
     XAttention §2.1). All heads of a layer share what they may choose.
 
@@ -75,7 +75,7 @@ class SparsePrompts:
         return scores * (EACH + 2) // EACH
 
     def _blocks(self, view: LayerView, q: Tensor, end: int) -> Tensor:
-        """Whole blocks of queries, the last of them before token `end`."""
+        """Attend with whole blocks of queries, the last of them before token `end`."""
         keys, values = view.keys[:, :, :end], view.values[:, :, :end]
         lists = block_lists(block_scores(q, keys, scale=view.scale), self.share, -(-self.least // BLOCK))
         out, lse = block_attention(q, keys, values, lists, scale=view.scale)
@@ -85,7 +85,7 @@ class SparsePrompts:
 
 
 class ReadsChunks(Protocol):
-    """Who reads prompts `chunk` tokens at a time. sink, window: the first tokens, and those before a chunk, that it
+    """A reader of prompts, `chunk` tokens at a time. sink, window: the first tokens, and those before a chunk, that it
     always reads. extrapolate: the keys that are read get contiguous positions (length extrapolation)."""
 
     @property
@@ -138,12 +138,13 @@ def prefill_chunks(view: LayerView, query: Tensor, reader: ReadsChunks) -> Tenso
 
 
 def padding(view: LayerView) -> Tensor | None:
-    """Where rows begin, `[B]`, if one has padding. Waits for the device, unless the regions are known to be equal."""
+    """Return where rows begin, `[B]`, if one has padding. Waits for the device, unless the regions are known to be
+    equal."""
     return view.regions.starts if view.regions.spans[1] > 0 else None
 
 
 def dense(view: LayerView, q: Tensor, end: int, starts: Tensor | None = None) -> Tensor:
-    """All tokens before `end`, of which q are the last; of rows that begin at `starts`."""
+    """Attend to all tokens before `end`, of which q are the last; rows begin at `starts`."""
     mask = None if starts is None else torch.arange(end, device=q.device) >= starts[:, None]
     return dense_attention(q, view.keys[:, :, :end], view.values[:, :, :end], scale=view.scale, key_mask=mask,
                            sinks=view.sinks)

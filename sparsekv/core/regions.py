@@ -21,8 +21,8 @@ AMORTISE_OVER = 256
 
 
 class TailRule(NamedTuple):
-    """When the oldest tokens of a tail join the mid region [tokens]: `window_size` of them stay, and generated ones
-    until there are more than `decode_window`; then all but half of those join."""
+    """The rule by which the oldest tokens of a tail join the mid region [tokens]: `window_size` of them stay, and
+    generated ones until there are more than `decode_window`; then all but half of those join."""
 
     window_size: int
     decode_window: int
@@ -33,7 +33,7 @@ class TailRule(NamedTuple):
         return self.window_size + self.decode_window + 1
 
     def moved_to(self, past: int) -> int:
-        """Where the tail begins once its oldest tokens have joined, of a cache whose first `past` tokens may."""
+        """Return where the tail begins once its oldest tokens have joined, of a cache whose first `past` tokens may."""
         return past - self.window_size - self.decode_window // 2
 
 
@@ -58,7 +58,8 @@ class Regions:
 
     @classmethod
     def of_equal_rows(cls, starts: Tensor, length: int, sink_size: int, window_size: int) -> Regions:
-        """The same of rows without padding, of which `edges` are known without a wait for the device."""
+        """Make those at the end of a prefill without padding, of which `edges` are known without a wait for the
+        device."""
         made = cls.at_prefill_end(starts, length, sink_size, window_size)
         last = max(length - window_size, 0)
         first = min(sink_size, last)
@@ -95,8 +96,7 @@ class Regions:
 
     @property
     def equal(self) -> tuple[int, int] | None:
-        """Where the mid region of every row begins and ends; None where rows differ. Waits for what `edges` waits
-        for."""
+        """The mid region of every row, first and last + 1; None where rows differ. Waits for what `edges` waits for."""
         first, other, last, end = self.edges
         return (first, last) if first == other and last == end else None
 
@@ -113,7 +113,7 @@ class Regions:
         return (positions >= begin[:, None]) & (positions < self.mid_last[:, None])
 
     def grown(self, length: int) -> Regions:
-        """The same mid region in a longer (or cropped) cache; what is known of it without a wait stays known."""
+        """Keep the mid region in a longer (or cropped) cache; what is known of it without a wait stays known."""
         known: dict[str, Any] = {name: self.__dict__[name] for name in ("edges", "spans") if name in self.__dict__}
         made = self._once(("length", length), lambda: replace(self, length=length))
         made.__dict__.update(known)
@@ -127,7 +127,8 @@ class Regions:
         return made
 
     def _once(self, how: tuple[str, int], make: Callable[[], Regions]) -> Regions:
-        """All layers of a cache have one object, whose borders are read from the device once, while they grow alike."""
+        """Share one object between all layers of a cache, whose borders are read from the device once, while they grow
+        alike."""
         derived: WeakValueDictionary[tuple[str, int], Regions] = self.__dict__.setdefault(
             "derived", WeakValueDictionary())
         made = derived.get(how)

@@ -23,7 +23,7 @@ ROUND_TRIP = 1e-4
 
 @dataclass(frozen=True)
 class LayerRope:
-    """How one layer rotates: the layout, and whether the model's table holds every angle once (`repeat`)."""
+    """The rotation of a layer: the layout, and whether the model's table holds every angle once (`repeat`)."""
 
     layout: Layout
     repeat: bool

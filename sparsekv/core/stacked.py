@@ -62,7 +62,7 @@ def build_alike(layers: Sequence[CacheLayer], parts: Sequence[RowState], at_once
 
 
 def alike(layers: Sequence[CacheLayer], parts: Sequence[RowState], at_once: int) -> Iterator[list[int]]:
-    """Which layers are built together: those of one kind, as many as `at_once` bytes of keys."""
+    """Group the layers that are built together: those of one kind, as many as `at_once` bytes of keys."""
     groups: dict[object, list[int]] = {}
     for i, (layer, part) in enumerate(zip(layers, parts, strict=True)):
         kind = part.stacks_by(layer) if len(layers) > 1 else None
@@ -89,7 +89,8 @@ def key_bytes(layer: CacheLayer) -> int:
 
 
 def joined(parts: Iterable[Tensor], count: int) -> Tensor:
-    """So many tensors `[B, H, ...]` as one of all heads; each is made when its place is written, and let go then."""
+    """Copy so many tensors `[B, H, ...]` into one of all heads; each is made when its place is written, and let go
+    then."""
     whole: list[Tensor] = []
     for i, part in enumerate(parts):
         heads = part.shape[1]

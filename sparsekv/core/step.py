@@ -69,7 +69,7 @@ def sparse_step(view: CacheLayer, queries: Queries, selector: Selector, estimato
 
 
 def two_parts(view: CacheLayer, queries: Queries, selector: Selector, estimator: Estimator | None) -> Parts:
-    """The same step, exact part and estimate apart and without learned sinks: what calibration shifts against each
+    """Take the step, exact part and estimate apart and without learned sinks: what calibration shifts against each
     other."""
     selection = selector.select(view, queries)
     out, lse = view.attend(queries, selection)
@@ -78,8 +78,8 @@ def two_parts(view: CacheLayer, queries: Queries, selector: Selector, estimator:
 
 
 class LayerState:
-    """What one layer of a cache keeps while it decodes sparsely: its view, selector and estimator, which were built
-    when decoding began (`build_layers`); grown with the cache, forked and reordered with it."""
+    """The state of a layer of a cache that decodes sparsely: its view, selector and estimator, which were built when
+    decoding began (`build_layers`); grown with the cache, forked and reordered with it."""
 
     def __init__(
         self, view: CacheLayer, selector: Selector, estimator: Estimator | None, tails: TailRule, owner: object = None,
@@ -97,7 +97,7 @@ class LayerState:
 
     @property
     def replayable(self) -> bool:
-        """Whether a step is the same work on the device every time."""
+        """True where a step is the same work on the device every time."""
         return self.selector.replayable and (self.estimator is None or self.estimator.in_kernel)
 
     def advance(self, past: int, length: int) -> None:
@@ -174,14 +174,14 @@ class LayerState:
 
 
 def build(view: CacheLayer, selector: Selector, estimator: Estimator | None) -> None:
-    """What a prefill ends with: the estimate of the mid region, then the selector's state over it."""
+    """Build the estimate of the mid region at the end of a prefill, then the selector's state over it."""
     build_layers([view], [selector], [estimator])
 
 
 def build_layers(
     views: Sequence[CacheLayer], selectors: Sequence[Selector], estimators: Sequence[Estimator | None],
 ) -> None:
-    """The same of several layers, which are built at once where they are alike (`core/stacked.py`)."""
+    """Build several layers, at once where they are alike (`core/stacked.py`)."""
     completed = [(view, e) for view, e in zip(views, estimators, strict=True) if e is not None]
     stacked.build_alike([view for view, _ in completed], [e for _, e in completed], stacked.SUMMED_BYTES)
     for view, one in completed:

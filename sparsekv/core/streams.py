@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def beside(device: torch.device) -> Iterator[Callable[[], None]]:
-    """What is launched inside runs beside what follows, until the function that the block yields is called.
+    """Run what is launched inside beside what follows, until the function that the block yields is called.
 
     The second stream waits for all that was launched before, so that memory given back meanwhile is reused in order.
     """

@@ -44,8 +44,8 @@ MERGE_WIDTH, MERGE_WARPS = 32, 2
 
 
 class Launch(NamedTuple):
-    """How the split kernel runs: keys at once, warps, programs wanted, and blocks of keys under way at once: with one
-    the next block's places are looked up ahead."""
+    """The launch of the split kernel: keys at once, warps, programs wanted, and blocks of keys under way at once: with
+    one the next block's places are looked up ahead."""
 
     block: int
     warps: int
@@ -81,7 +81,7 @@ class Pages(NamedTuple):
 
 
 class Edges(NamedTuple):
-    """Where the anchors of queries `[Q]` begin and end, as the split kernel takes them."""
+    """The borders of the anchors of queries `[Q]`, as the split kernel takes them."""
 
     starts: Tensor
     tail_starts: Tensor
@@ -99,7 +99,7 @@ class PageArguments(NamedTuple):
 
 
 class Partial(NamedTuple):
-    """What the split kernel writes, by slice, float32: out `[Q, Hq, splits, d]` and lse `[Q, Hq, splits]` of its
+    """The output of the split kernel, by slice, float32: out `[Q, Hq, splits, d]` and lse `[Q, Hq, splits]` of its
     tokens, and with a completion their estimates, taken and taken_mass of the same shapes."""
 
     out: Tensor
@@ -310,9 +310,9 @@ def _own_maps(completion: CompletionQuery) -> KeyFeatures:
 
 
 def completed_launch(dim: int, units: int, features: int, group: int, size: int, room: int) -> Launch | None:
-    """How the completed kernel runs for numbers of `size` bytes, a map of keys of `units` units and `group` queries a
-    list in `room` bytes of shared memory: with the most keys at once that fit. None where it does not run: the head
-    dimension is above `COMPLETED_DIM`, or 16 keys do not fit."""
+    """Choose the launch of the completed kernel for numbers of `size` bytes, a map of keys of `units` units and `group`
+    queries a list in `room` bytes of shared memory: with the most keys at once that fit. None where it does not run:
+    the head dimension is above `COMPLETED_DIM`, or 16 keys do not fit."""
     if dim > COMPLETED_DIM:
         return None
     less = [COMPLETED._replace(block=block, warps=warps) for block, warps in COMPLETED_LESS]

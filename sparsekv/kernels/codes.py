@@ -23,7 +23,7 @@ TWIN_KEYS = 8192
 
 
 class Sketch(NamedTuple):
-    """How keys and queries of a KV head are sketched: keys and queries `[..., Hkv, d, r]`, centre `[..., Hkv, r]`; the
+    """The sketch of keys and queries of a KV head: keys and queries `[..., Hkv, d, r]`, centre `[..., Hkv, r]`; the
     leading dimension is the batch where every row has its own."""
 
     keys: Tensor

@@ -93,8 +93,8 @@ def phi_query(
 
 
 def fits(q: Tensor, maps: FeatureMapWeights) -> bool:
-    """Whether the query kernel can hold the widest matrix of the maps. Of width 256 it takes 137 KiB in half precision:
-    sm_86 and sm_89 have 99."""
+    """Return whether the query kernel can hold the widest matrix of the maps. Of width 256 it takes 137 KiB in half
+    precision: sm_86 and sm_89 have 99."""
     width, features = (padded(n) for n in maps.w_out.shape[-2:])
     whole = width * max(width, features, padded(q.shape[-1])) * q.element_size() + BESIDE_BYTES
     return max(width, features) * q.element_size() <= WIDEST and whole <= shared_bytes(q.device)
@@ -131,7 +131,7 @@ def state_of(state: PhiState, seats: Tensor) -> PhiState:
 
 
 class QueryOutputs(NamedTuple):
-    """What the query kernel writes: the same as in `CompletionQuery`."""
+    """The output of the query kernel, as in `CompletionQuery`."""
 
     features: Tensor
     log_scale: Tensor
@@ -192,8 +192,8 @@ def remainder(query: CompletionQuery, key_features: Tensor, values: Tensor, used
 
 
 def rest_of(query: CompletionQuery, taken: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """What is left of an estimate when those of the tokens read, taken `[Q, H, G, K]` with values `[Q, H, K, d]`, are
-    out of it: `(out [Q, Hq, d], lse [Q, Hq])`."""
+    """Compute what is left of an estimate when those of the tokens read, taken `[Q, H, G, K]` with values `[Q, H, K,
+    d]`, are out of it: `(out [Q, Hq, d], lse [Q, Hq])`."""
     acc = taken.dtype
     mass = query.mass.to(acc)
     left = mass - taken.sum(-1).flatten(1)

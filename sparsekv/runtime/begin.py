@@ -21,7 +21,7 @@ from sparsekv.runtime.hf.offload import HostView
 
 
 class AttentionSpec(NamedTuple):
-    """How a model calls the attention of a layer: number of query heads, where queries lie, scale, kind of rotary
+    """A model's call of the attention of a layer: number of query heads, where queries lie, scale, kind of rotary
     table, learned sinks `[Hq]` or None."""
 
     heads: int
@@ -32,7 +32,7 @@ class AttentionSpec(NamedTuple):
 
 
 def decodes_sparsely(decoding: Decoding, index: int, layer: SparseLayer, length: int) -> bool:
-    """Whether such a layer does, in a cache of `length` tokens: the one rule of dense or sparse."""
+    """Decide dense or sparse for a layer in a cache of `length` tokens."""
     return index not in decoding.dense_layers and length >= decoding.dense_threshold(
         layer.keys, length, isinstance(layer, HostLayer))
 

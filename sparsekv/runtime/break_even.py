@@ -36,7 +36,7 @@ NEVER = 1 << 62
 
 
 class Shape(NamedTuple):
-    """Of a layer: rows, query heads, KV heads, head dimension, precision, device."""
+    """The shape of a layer: rows, query heads, KV heads, head dimension, precision, device."""
 
     rows: int
     heads_q: int
@@ -130,7 +130,7 @@ def shortest(device: torch.device, sinks: int, window: int) -> int:
 
 
 def key_of(shape: Shape, selector: Selector, estimator: Estimator | None, sinks: int, window: int) -> str:
-    """All that the times depend on, in words."""
+    """Name all that the times depend on."""
     how = [f"{f.name}={getattr(selector, f.name)}" for f in fields(selector) if f.metadata]
     layer = getattr(selector, "layer", None)
     if layer is not None:

@@ -81,7 +81,7 @@ class SparseConfig:
 
     @classmethod
     def load(cls, path: str | Path, where: str | None = None) -> Self:
-        """From a JSON file with some of the fields; artifacts that lie beside it go before the hub. where: the file in
+        """Load a JSON file with some of the fields; artifacts that lie beside it go before the hub. where: the file in
         a sentence. Raises SparseKVError for another file and for values that are none."""
         from sparsekv.artifacts.checks import parse_object, reason
         from sparsekv.artifacts.hub.named import REPOSITORY

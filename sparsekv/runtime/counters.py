@@ -40,7 +40,7 @@ class Counters:
         """
 
     def took(self, sparse: Iterable[int], dense: Iterable[int], steps: int, rows: int) -> None:
-        """So many decode steps of `rows` rows, in these layers; dense ones read everything."""
+        """Count so many decode steps of `rows` rows, in these layers; dense ones read everything."""
         for layer in sparse:
             self.sparse_calls[layer] += steps
             self._queries[layer] += steps * rows
@@ -49,7 +49,7 @@ class Counters:
 
     def read(self, view: CacheLayer, queries: Queries, selections: Sequence[Selection], more: Tensor | float,
              where: Tensor | int) -> None:
-        """What sparse steps read (`core.cost.read_shares`), of the layers `where`, or of one, to their sums."""
+        """Add what sparse steps read (`core.cost.read_shares`) to the sums of the layers `where`, or of one."""
         shares = read_shares(view, queries, selections, more).detach().sum(-1)
         if self._shares is None:
             with torch.inference_mode(False):  # steps inside and outside of inference mode add to it
@@ -104,6 +104,6 @@ def _over(total: float, count: int) -> float | None:
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
-    """Of the values that are known; None where none is."""
+    """Mean of the values that are known; None where none is."""
     known = [v for v in values if v is not None]
     return sum(known) / len(known) if known else None

@@ -29,8 +29,8 @@ MOST_BUCKETS = 65536
 
 @dataclass(eq=False)
 class Decoding:
-    """How an attachment decodes: a selector and an estimator to copy for every layer, and what they share. Two are the
-    same only if they are one object."""
+    """The decoding of an attachment: a selector and an estimator to copy for every layer, and what they share. Two are
+    the same only if they are one object."""
 
     selector: Selector
     estimator: Estimator | None
@@ -59,13 +59,13 @@ class Decoding:
 
     @property
     def tails(self) -> TailRule:
-        """When the oldest tokens of a tail join the mid region."""
+        """The rule by which the oldest tokens of a tail join the mid region."""
         return TailRule(self.window_size, self.decode_window)
 
     @property
     def by_cpu(self) -> bool:
-        """Whether the CPU attends to keys and values that lie in its memory; else the device does, which reads what is
-        selected there."""
+        """True where the CPU attends to keys and values that lie in its memory; else the device does, which reads what
+        is selected there."""
         return self.placement == "cpu" or self.selector.scores_keys
 
     def dense_threshold(self, key: Tensor, length: int, on_host: bool = False) -> int:
@@ -97,7 +97,7 @@ class Decoding:
         return next((name for name, known in ESTIMATORS.items() if known is kind), kind.__name__)
 
     def why(self) -> str:
-        """Why caches decode sparsely from the length that they do."""
+        """Say why caches decode sparsely from the length that they do."""
         if self.first_sparse is None:
             return "no layer decodes sparsely"
         return "no cache was as long as the shortest that is timed" if self.rule is None else self.rule.why
@@ -108,7 +108,7 @@ class Decoding:
         return for_layer(self.selector, router, layer_idx)
 
     def reader_of(self, layer_idx: int, device: Any) -> ReadsPrompts | None:
-        """Who reads the prompt of a layer; None: it is read densely."""
+        """Return the reader of a layer's prompt; None: it is read densely."""
         if self.prompts is not None:
             return self.prompts if layer_idx in self.prompt_layers else None
         if layer_idx in self.dense_layers:
@@ -213,7 +213,7 @@ def for_layer(selector: Selector, router: RouterArtifact | None, layer_idx: int)
 
 
 def untrained(selector: Selector) -> bool:
-    """Whether it decodes by what is fitted to the request where nothing was trained for it."""
+    """Return whether a selector decodes by what is fitted to the request where nothing was trained for it."""
     row = SELECTOR_ROWS.get(selector.name)
     return row is not None and row.untrained
 

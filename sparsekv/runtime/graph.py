@@ -55,9 +55,9 @@ def _capture(plan: Plan) -> Tensor:
 
 
 def raised_by_user(error: BaseException) -> bool:
-    """Whether somebody wanted to stop a step with it: an error of a class of their own, or one of Python's raised in
-    code of their own, a signal handler's too. Torch's errors, such as of what a capture does not permit, are failures
-    of the step, wherever they are raised."""
+    """Return whether somebody wanted to stop a step with an error: an error of a class of their own, or one of Python's
+    raised in code of their own, a signal handler's too. Torch's errors, such as of what a capture does not permit, are
+    failures of the step, wherever they are raised."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     place, kind = ((frames[-1].f_globals.get("__name__") or "") if frames else "torch"), type(error).__module__
     if isinstance(error, SparseKVError | OSError):

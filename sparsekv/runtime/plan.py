@@ -28,11 +28,12 @@ from sparsekv.runtime.hf.sliding import SlidingLayer
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How steps are run; none of it changes what a step of one token reads.
+    """The way that steps are run; none of it changes what a step of one token reads.
 
     replays: steps of one token are planned for all layers, on a CUDA device as a graph that is replayed.
     sparse_chunks: chunks of several tokens after the prefill are decoded sparsely too, each query on its own.
-    compares: full attention runs beside every sparse step, and the report has the relative error."""
+    compares: full attention runs beside every sparse step, and the report has the relative error.
+    """
 
     replays: bool = True
     sparse_chunks: bool = False
@@ -97,12 +98,12 @@ class Plan:
         self._next = 0
 
     def fits(self, cache: SparseCache) -> bool:
-        """Whether nothing happened to the cache since the last step, and this one still serves."""
+        """Return whether nothing happened to the cache since the last step, and this one still serves."""
         return (cache.first is self.parts[0] and cache.first.get_seq_length() == self.length < self.end
                 and all(x.room > 0 and x.data is data for x, data in zip(self.parts, self.data, strict=True)))
 
     def begin(self, ids: Tensor, positions: Tensor | None) -> None:
-        """What the next step is of: ids, positions `[B, 1]`, None: the next of the cache."""
+        """Set the next step: ids, positions `[B, 1]`, None: the next of the cache."""
         self.ids.copy_(ids)
         if positions is None:
             self.positions.fill_(self.length)
@@ -168,7 +169,7 @@ class Plan:
             rope.write(how.table(tables[0]), how.table(tables[1]), self.lengths)
 
     def _slots(self, window: tuple[int, int] | None) -> tuple[Tensor, Tensor]:
-        """From and to which slot a step sees the storage of a layer, `[B]` each, counted on the device."""
+        """Count from and to which slot a step sees the storage of a layer, `[B]` each, counted on the device."""
         if window is None:
             return self.starts, self.lengths
         tokens, offset = window
@@ -200,6 +201,6 @@ class Plan:
         return view
 
     def _more(self, state: LayerState, rows: int) -> Tensor:
-        """What chooses and completes, in tokens of the layer, `[B]` float64."""
+        """Compute what chooses and completes, in tokens of the layer, `[B]` float64."""
         cost = extra_tokens(state.view, state.selector, state.estimator)
         return torch.as_tensor(cost, dtype=torch.float64, device=self.device).expand(rows).clone()

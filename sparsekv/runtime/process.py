@@ -22,9 +22,9 @@ from torch import nn
 
 
 class ThreadContext(threading.local):
-    """What this thread is doing. plan: the plan that runs; passing: the model (`AttachedModel`) whose pass runs;
-    seen: attention module whose forward has begun, its model, and the cache of the pass; reached: layers whose
-    attention was sparsekv's in the pass; answer: what `model.generate` writes."""
+    """The work of this thread. plan: the plan that runs; passing: the model (`AttachedModel`) whose pass runs; seen:
+    attention module whose forward has begun, its model, and the cache of the pass; reached: layers whose attention was
+    sparsekv's in the pass; answer: what `model.generate` writes."""
 
     plan: Any = None
     passing: Any = None
@@ -50,7 +50,7 @@ _GATE = threading.RLock()
 
 
 def attached(model: nn.Module, make: Callable[[], Any] | None = None) -> Any:
-    """What a model that is attached to carries; None where it is not, or what `make` makes, from then on."""
+    """Return what a model that is attached to carries; None where it is not, or what `make` makes, from then on."""
     with _GATE:
         if make is not None and model not in _MODELS:
             _MODELS[model] = make()
@@ -65,7 +65,7 @@ def detached(model: nn.Module, carried: Any) -> None:
 
 
 def attached_models() -> list[Any]:
-    """What all models that are attached to carry."""
+    """Return what all models that are attached to carry."""
     with _GATE:
         return list(_MODELS.values())
 
@@ -111,7 +111,7 @@ def usual_defaults() -> Iterator[None]:
 
 
 def _forked() -> None:
-    """In a child of `fork`, where the threads that held locks are gone: locks are new, and who was attached is."""
+    """Make locks anew in a child of `fork`, where the threads that held them are gone; what was attached stays."""
     global _GATE
     _GATE = threading.RLock()
     for carried in attached_models():

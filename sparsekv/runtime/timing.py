@@ -26,8 +26,8 @@ call itself reads."""
 
 
 class Kept:
-    """What was timed of a subject, by all that it depends on, in words: for this process, and in a JSON file of the
-    user's cache folder. read: makes what is used of what the file has; None for what something else wrote."""
+    """Times of a subject, by all that they depend on, in words: for this process, and in a JSON file of the user's
+    cache folder. read: makes what is used of what the file has; None for what something else wrote."""
 
     def __init__(self, name: str, read: Callable[[Any], Any]):
         self.name, self.read = name, read
@@ -37,7 +37,7 @@ class Kept:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sparsekv" / self.name
 
     def get(self, key: str, take: Callable[[], Any]) -> Any:
-        """What is known of a key, else what `take` times."""
+        """Return what is known of a key, else what `take` times."""
         if key not in self.known:
             found = self.read(self._entries().get(key))
             if found is None:
@@ -68,15 +68,15 @@ PRODUCTS = Kept("products.json", _pair)
 
 
 def device_words(device: torch.device) -> str:
-    """What every time depends on."""
+    """Name what every time depends on."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else (
         f"cpu with {torch.get_num_threads()} threads")
     return f"sparsekv {sparsekv.__version__}, torch {torch.__version__}, {name}"
 
 
 def quicker(key: str, ours: Callable[[], Any], own: Callable[[], Any], device: torch.device) -> bool:
-    """Whether the kernels of `ours` take less time than those of `own`; kept in `products.json` by key. Where there is
-    no memory to time them, not."""
+    """Return whether the kernels of `ours` take less time than those of `own`; kept in `products.json` by key. Where
+    there is no memory to time them, not."""
     try:
         times = PRODUCTS.get(key, lambda: [microseconds(work, device, True) for work in (ours, own)])
     except torch.OutOfMemoryError:
@@ -85,7 +85,7 @@ def quicker(key: str, ours: Callable[[], Any], own: Callable[[], Any], device: t
 
 
 def microseconds(work: Callable[[], Any], device: torch.device, captured: bool) -> float:
-    """Of a call of `work`, median of some runs, on a CUDA device with cold caches; captured: as the kernels of a CUDA
+    """Time a call of `work`: median of some runs, on a CUDA device with cold caches; captured: as the kernels of a CUDA
     graph, without what the host does between them."""
     work()
     if device.type != "cuda":

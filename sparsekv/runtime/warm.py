@@ -75,7 +75,7 @@ class Warming:
                 self._threads.append(thread)
 
     def wait(self) -> None:
-        """Until all is loaded."""
+        """Wait until all is loaded."""
         for thread in self._threads:
             thread.join()
         for copy in self._copies:

@@ -27,7 +27,7 @@ class Estimator(RowState):
         """Set the share of the context that later steps read beside the anchors: a float, or `[B]` per row."""
 
     def load(self, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-        """What was trained, on the device where layers with keys of this precision decode, made once for all forks."""
+        """Put what was trained on the device, for layers with keys of this precision; once for all forks."""
         return []
 
     @property
@@ -45,7 +45,7 @@ class Estimator(RowState):
         raise NotImplementedError
 
     def cost_tokens(self, view: Any) -> float:
-        """What a step fetches of the summary, per KV head, in tokens of `2d` elements (completion paper, appendix
+        """Return what a step fetches of the summary, per KV head [tokens of `2d` elements] (completion paper, appendix
         D)."""
         raise NotImplementedError
 

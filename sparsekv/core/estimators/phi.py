@@ -46,11 +46,11 @@ class TrainedMaps(Protocol):
 
     @property
     def capped(self) -> bool:
-        """Whether the estimated mass is capped."""
+        """True where the estimated mass is capped."""
 
     @property
     def centred(self) -> bool:
-        """Whether half of the features see keys without the request's mean key."""
+        """True where half of the features see keys without the request's mean key."""
 
     @property
     def offset(self) -> Tensor:
@@ -58,10 +58,10 @@ class TrainedMaps(Protocol):
 
     @property
     def query_map(self) -> FeatureMapWeights:
-        """Of every query head."""
+        """The map of every query head."""
 
     def of_keys(self, dtype: torch.dtype) -> KeyMap:
-        """Of every KV head, with products in `dtype`."""
+        """Return the map of every KV head, with products in `dtype`."""
 
     def at(self, share: float | Tensor) -> TrainedMaps:
         """Calibrated for a share of the context that is read, or for one a row."""
@@ -229,7 +229,7 @@ class PhiEstimator(Estimator):
         return phi_tokens(self.state.m.shape[-1], view.head_dim, moments=self.layer.capped)
 
     def _maps(self) -> KeyFeatures:
-        """By which the features of keys are made, relative to the cache's shift."""
+        """Return the map that makes the features of keys, relative to the cache's shift."""
         assert self.key_map is not None
         return KeyFeatures(self.key_map.w_in, self.bias, self.key_map.w_out, self.key_map.b_out, self.state.m)
 
@@ -258,5 +258,5 @@ class PhiEstimator(Estimator):
         self.state = self.state._replace(moments=moments)
 
     def _bound(self, view: CacheLayer) -> Tensor:
-        """Where the keys that are read begin among those of the mid region."""
+        """Find where the keys that are read begin among those of the mid region."""
         return read_bound(self.share * view.regions.context / view.regions.mid_sizes.clamp(min=1))

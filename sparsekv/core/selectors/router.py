@@ -46,7 +46,7 @@ class Router(Selector):
 
     @property
     def moves(self) -> Moves:
-        """How trained buckets move to a request."""
+        """The move of trained buckets to a request."""
         return BEFORE_CODES if self.reads_codes else ALONE
 
     @property
@@ -115,7 +115,7 @@ class Router(Selector):
 
     @property
     def reads_codes(self) -> bool:
-        """Whether codes tell candidates apart."""
+        """True where codes tell candidates apart."""
         return False
 
     @property
@@ -131,7 +131,7 @@ class Router(Selector):
 
     @property
     def index(self) -> Index:
-        """All that `select` reads."""
+        """The index that `select` reads."""
         return Index(self.buckets, self.weights, None, None, self.budget, self.budget, self.widest, self.widest)
 
     def _chosen(self, view: CacheLayer, queries: Queries) -> Tensor:
@@ -157,7 +157,7 @@ class Router(Selector):
         return QueryModel(*(w.to(view.device, view.dtype).contiguous() for w in trained.weights))
 
     def _bucket_bytes(self, view: CacheLayer, listed: int) -> float:
-        """What scores the buckets, where they begin, and the places of the tokens listed."""
+        """Count the bytes of what scores the buckets, where they begin, and the places of the tokens listed."""
         heads, buckets, dim = self.trained.centroids.shape
         size = view.dtype.itemsize
         scored = heads * buckets * (dim + 8) if self.weights is None else size * sum(w.numel() for w in self.weights)

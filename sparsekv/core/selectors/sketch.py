@@ -160,7 +160,7 @@ class SketchRouter(Router):
 
     @property
     def sketch(self) -> Sketch:
-        """What the codes were made with, and what these requests' queries are multiplied by."""
+        """The basis of the codes, and what these requests' queries are multiplied by."""
         if self.basis is not None:
             return self.basis
         trained = self.trained.sketch

@@ -102,7 +102,7 @@ class Attachment:
 
     @property
     def counters(self) -> Counters:
-        """What was counted so far."""
+        """The counts so far."""
         return self.runner.counters
 
     def __enter__(self) -> Attachment:
@@ -164,7 +164,7 @@ class Attachment:
             raise SparseKVError(f"{what} was not in force: {reason}; its numbers would be those of full attention")
 
     def not_in_force(self) -> str | None:
-        """Why nothing was decoded sparsely so far; None where something was."""
+        """Say why nothing was decoded sparsely so far; None where something was."""
         counted = self.counters
         if any(counted.sparse_calls.values()) or counted.sparse_prompts:
             return None

@@ -60,7 +60,7 @@ class AttachedModel:
 
     @property
     def attachments(self) -> list[Any]:
-        """Those that have entered and not left, and are held by somebody."""
+        """The attachments that have entered and not left, and are held by somebody."""
         return [one for ref in self.entered if (one := ref()) is not None]
 
     def enter(self, attachment: Any) -> None:
@@ -139,8 +139,8 @@ class AttachedModel:
                 NOW.passing = before
 
     def is_ours(self) -> bool:
-        """Whether what this thread runs decodes as attached. A pass that another thread began before does not: mask and
-        layers of a pass must come from the same attention function."""
+        """Return whether what this thread runs decodes as attached. A pass that another thread began before does not:
+        mask and layers of a pass must come from the same attention function."""
         return bool(self.attachments) and (NOW.passing is self or self.thread == threading.get_ident())
 
     def own_name(self, config: Any) -> str | None:

@@ -62,7 +62,7 @@ def attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float | None = None,
     dropout: float = 0.0, sliding_window: int | None = None, softcap: float | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls while a model is attached: a layer of the plan that runs, or a layer by itself."""
+    """Attend in an attached model: a layer of the plan that runs, or a layer by itself."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     sinks = kwargs.get("s_aux")
     if NOW.plan is not None:

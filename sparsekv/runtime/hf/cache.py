@@ -49,11 +49,11 @@ class GrowingRope(RopeTable):
 
     @property
     def room(self) -> int:
-        """How many tokens there is room for."""
+        """Tokens that there is room for."""
         return min(self.cos.room, self.sin.room)
 
     def whole(self) -> RopeTable:
-        """All of the storage, as a replayed step reads it."""
+        """Return all of the storage, as a replayed step reads it."""
         assert self.cos.data is not None and self.sin.data is not None
         return RopeTable(self.layout, self.cos.data, self.sin.data)
 
@@ -259,7 +259,8 @@ class SparseCache(Cache):
 
     @property
     def settled(self) -> bool:
-        """Whether nothing was moved since the last pass: a step of what is moved in between is not worth capturing."""
+        """True where nothing was moved since the last pass: a step of what is moved in between is not worth
+        capturing."""
         first: Any = self.first
         return self._settled is not None and self._settled[0] is first.data and (
             self._settled[1] == first.get_seq_length())

@@ -69,7 +69,7 @@ def check_unchanged(attached: Any) -> None:
 
 
 def drops_cache(attached: Any) -> bool:
-    """Whether the model's layers drop the cache they are given."""
+    """Return whether the model's layers drop the cache they are given."""
     return any(getattr(layer, "gradient_checkpointing", False) and layer.training
                for layer in attached.layers.decoders)
 
@@ -140,7 +140,7 @@ def _by_name(own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[t
 
 
 def _is_step(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call is one token of every row after a cache, and asks for logits alone."""
+    """Return whether a call is one token of every row after a cache, and asks for logits alone."""
     ids = kwargs.get("input_ids")
     return (not args and isinstance(ids, Tensor) and ids.dim() == 2 and ids.shape[1] == 1
             and all(name in STEP_OPTIONS or value is None or value is False for name, value in kwargs.items())

@@ -25,7 +25,7 @@ FREE_SHARE = 0.8
 
 @dataclass
 class Answer:
-    """What `model.generate` writes: prompt `[B, N]`, and the ids of its passes."""
+    """The answer that `model.generate` writes: prompt `[B, N]`, and the ids of its passes."""
 
     model: Any
     prompt: Tensor

@@ -91,7 +91,7 @@ class Layers:
 def why_not_planned(
     cache: SparseCache, layers: Layers, model: nn.Module, ours: frozenset[int], by_cpu: bool = False,
 ) -> str | None:
-    """Why no step of this cache can be planned; None where nothing speaks against it. ours: sparsekv's hooks by id.
+    """Say why no step of this cache can be planned; None where nothing speaks against it. ours: sparsekv's hooks by id.
     by_cpu: the CPU attends to what lies in its memory."""
     layers_of_cache: list[Any] = cache.layers
     if layers.failed is not None:

@@ -41,11 +41,12 @@ class Near:
 
     @property
     def shift(self) -> int:
-        """From a token of tail or answer to its slot."""
+        """The way from a token of tail or answer to its slot."""
         return self.lists + self.sinks - self.first
 
     def fill(self, stored: Tensor, regions: Regions, longest: int) -> None:
-        """From keys and values `[B, Hkv, n, 2d]` in CPU memory; longest: tokens that the tail may have."""
+        """Fill the slots from keys and values `[B, Hkv, n, 2d]` in CPU memory; longest: tokens that the tail may
+        have."""
         device, length = regions.starts.device, stored.shape[2]
         self.first, self.sinks = regions.edges[2], regions.sinks
         sinks = regions.mid_first[:, None] - torch.arange(self.sinks, 0, -1, device=device)
@@ -106,12 +107,12 @@ class HostView(CacheLayer):
 
     @property
     def keys(self) -> Tensor:
-        """All keys where they lie; on the device while the layer is built or grown, for methods that read them so."""
+        """The keys where they lie; on the device while the layer is built or grown, for methods that read them so."""
         return self._tensors()[0]
 
     @property
     def values(self) -> Tensor:
-        """All values, as `keys`."""
+        """The values, as `keys`."""
         return self._tensors()[1]
 
     def keys_at(self, first: int, last: int, step: int = 1) -> Tensor:
@@ -151,22 +152,22 @@ class HostView(CacheLayer):
             log_weights=selection.log_weights, completion=completion)
 
     def listed(self, selection: Selection) -> Tensor:
-        """The same tensor for the same selection: exact part and estimate ask for it one after the other."""
+        """Return one tensor for one selection: exact part and estimate ask for it one after the other."""
         if self.fetched is None or self.fetched[0] is not selection:
             return super().listed(selection)
         return self.fetched[1]
 
     @staticmethod
     def lists(selector: Selector) -> bool:
-        """Whether what it selects is a list of a length that is known beforehand, and no buckets, whose tokens are
-        counted here."""
+        """Return whether what it selects is a list of a length that is known beforehand, and no buckets, whose tokens
+        are counted here."""
         return not selector.reads_without_budget
 
     def moved(self) -> None:
         self.near.fill(self.both, self.regions, self.longest)
 
     def settle(self) -> None:
-        """What a step reads is on the device."""
+        """Put what a step reads on the device."""
         if self.near.data is None:
             self.moved()
 
@@ -197,7 +198,8 @@ class HostView(CacheLayer):
         return self._moved
 
     def _of_slots(self, number: Tensor, tokens: Tensor) -> Tensor:
-        """What is known by token, `[B or 1, Hkv, N]`, by the slots that listed tokens `[Q, H, K]` were fetched to."""
+        """Look up what is known by token, `[B or 1, Hkv, N]`, by the slots that listed tokens `[Q, H, K]` were fetched
+        to."""
         (rows, heads_kv), (count, heads, width) = self.both.shape[:2], tokens.shape
         by_row = tokens.reshape(rows, count // rows, heads_kv, heads // heads_kv, width).transpose(1, 2).flatten(2)
         if not number.shape[2]:

@@ -90,7 +90,7 @@ def end_tokens(eos: int | Sequence[int] | Tensor | None) -> list[int]:
 
 
 def pad_token(pad: Any, rows: int, vocabulary: int) -> int:
-    """What rows that have ended are filled with, and the model goes on from. Raises SparseKVError."""
+    """Check the token that rows are filled with that have ended. Raises SparseKVError."""
     if type(pad) is not int or (rows > 1 and not 0 <= pad < vocabulary):
         raise SparseKVError(f"pad_token_id is {brief(pad)}, and the model has tokens 0 to {vocabulary - 1}; give one "
                             "of them for the rows that end first")

@@ -34,7 +34,7 @@ QUERY_BLOCK = 64
 
 
 class Runner:
-    """Of one attachment: its plans, and its attention where nothing is planned."""
+    """The runner of an attachment: its plans, and its attention where nothing is planned."""
 
     def __init__(self, decoding: Decoding, run: RunOptions, layers: int):
         self.decoding, self.run, self.counters = decoding, run, Counters(layers)
@@ -119,7 +119,7 @@ class Runner:
         return WithoutGradient.apply(query, out) if query.requires_grad else out
 
     def _warm(self, index: int, query: Tensor, key: Tensor) -> None:
-        """Of a prompt that is long enough to be decoded sparsely: maps and kernels are loaded beside it."""
+        """Load maps and kernels beside a prompt that is long enough to be decoded sparsely."""
         decoding, device = self.decoding, query.device
         least = shortest(device, decoding.sink_size, decoding.window_size) if decoding.dense_below is None else (
             decoding.dense_below)
@@ -138,7 +138,7 @@ class Runner:
 
     @torch.no_grad()
     def prompt_ended(self, cache: SparseCache, mask: Tensor | None) -> None:
-        """After a pass: where it was the last of a prompt, decoding begins, so that no token waits for it later."""
+        """Begin decoding after the last pass of a prompt, so that no token waits for it later."""
         first: Any = cache.first
         if first is not None and first.keys is not None and first.get_seq_length() == cache.prompt:
             self._begin(cache, mask if mask is None or mask.dim() == 2 else None, cache.prompt)
@@ -236,8 +236,8 @@ class Runner:
         return cache.plan
 
     def _states(self, cache: SparseCache, mask: Tensor | None, length: int) -> list[LayerState | None] | None:
-        """What every layer decodes with, None: full attention. None for all where decoding has not begun, and this
-        attachment has not seen how the model calls its attention."""
+        """Return what every layer decodes with, None: full attention. None for all where decoding has not begun, and
+        this attachment has not seen how the model calls its attention."""
         states: list[LayerState | None] = []
         layers: list[Any] = cache.layers
         self._begin(cache, mask, length)

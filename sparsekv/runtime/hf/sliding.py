@@ -121,7 +121,7 @@ class SlidingLayer(StoredLayer, DynamicSlidingWindowLayer):
             store.replace(value)
 
     def _let_go(self) -> None:
-        """Of what no later token sees, unless transformers asks for the past, to crop it."""
+        """Let go of what no later token sees, unless transformers asks for the past, to crop it."""
         if not getattr(self, "record_past", False):
             for store in (self._keys, self._values):
                 store.keep(self.sliding_window - 1)

@@ -47,7 +47,7 @@ class Growing:
 
     @property
     def view(self) -> Tensor:
-        """What is stored, `[..., n, d]`; no copy."""
+        """The stored tokens, `[..., n, d]`; no copy."""
         assert self.data is not None
         return self.data[..., :self.length, :]
 
@@ -74,7 +74,7 @@ class Growing:
         return torch.empty(shape, dtype=like.dtype, device="cpu" if self.on_host else like.device)
 
     def _write(self, place: Tensor, new: Tensor) -> None:
-        """From a device to its host head by head, each in one piece, so that nothing waits."""
+        """Copy from a device to its host head by head, each in one piece, so that nothing waits."""
         if not (self.on_host and new.is_cuda):
             place.copy_(new)
             return
@@ -84,7 +84,7 @@ class Growing:
 
     @property
     def room(self) -> int:
-        """How many there is room for; none of them in a tensor that is shared."""
+        """Tokens that there is room for; none of them in a tensor that is shared."""
         return 0 if self.data is None or self.shared else self.data.shape[-2]
 
     def crop(self, length: int) -> None:
@@ -124,12 +124,12 @@ class StoredLayer:
 
     @property
     def stores(self) -> tuple[Growing, ...]:
-        """All that it keeps a token in."""
+        """The tensors that a token is kept in."""
         return self._keys, self._values
 
     @property
     def room(self) -> int:
-        """How many tokens there is room for."""
+        """Tokens that there is room for."""
         return min(store.room for store in self.stores)
 
     @property
@@ -158,6 +158,6 @@ class StoredLayer:
 
     @property
     def whole(self) -> tuple[Tensor, Tensor]:
-        """All of the storage of keys and of values, `[B, Hkv, slots, d]`."""
+        """The whole storage of keys and of values, `[B, Hkv, slots, d]`."""
         assert self._keys.data is not None and self._values.data is not None
         return self._keys.data, self._values.data

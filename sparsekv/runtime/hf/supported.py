@@ -64,7 +64,7 @@ def check_uncompiled(holders: Iterable[tuple[Any, str, nn.Module]]) -> None:
 
 
 def _wraps(module: Any) -> bool:
-    """Whether it is what torch.compile makes of a module."""
+    """Return whether it is what torch.compile makes of a module."""
     return "_orig_mod" in getattr(module, "_modules", ())
 
 

@@ -74,7 +74,7 @@ class ServedLayer:
         return self.index
 
     def _rounded(self) -> dict[str, Any]:
-        """What an index must know of a float8 cache."""
+        """Return what an index must know of a float8 cache."""
         if not self.impl.kv_cache_dtype.startswith("fp8"):
             return {}
         scales = self.layer._k_scale, self.layer._v_scale
@@ -148,7 +148,7 @@ class SparseBuilder(AttentionMetadataBuilder):
         return False
 
     def make_room(self, pool: Tensor, *, again: bool) -> UncodedSlots:
-        """What the layers' indices share, made once. Refuses what the device has no memory for: raises SparseKVError
+        """Make what the layers' indices share, once. Refuses what the device has no memory for: raises SparseKVError
         with the sizes. again: the engine has made new pages, in which nothing is."""
         slots = pool.shape[0] * pool.shape[2]
         if self.uncoded is not None and self.uncoded.at.shape[0] == slots + 1:
@@ -163,7 +163,7 @@ class SparseBuilder(AttentionMetadataBuilder):
         return self.uncoded
 
     def _check_memory(self, pool: Tensor, slots: int) -> None:
-        """Where the number of pages was given to vLLM, it has not counted what lies beside them."""
+        """Check the memory beside the pages, which vLLM has not counted where their number was given."""
         free, total = torch.cuda.mem_get_info(pool.device)
         wanted, gib = self.kept.of(slots, self.room.seats), 2**30
         if wanted > free:

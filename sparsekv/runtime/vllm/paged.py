@@ -54,7 +54,7 @@ class UncodedSlots:
 
 
 class Scales(NamedTuple):
-    """What numbers of the pages are multiplied by: those of a float8 cache are keys and values over these."""
+    """The factors of the numbers in the pages: those of a float8 cache are keys and values over these."""
 
     key: float = 1.0
     value: float = 1.0

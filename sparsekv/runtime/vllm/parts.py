@@ -65,7 +65,7 @@ def sparse_layers(config: Any, plan: ServedModel) -> Iterator[tuple[str, Any]]:
 
 
 def kept_beside(config: Any, plan: ServedModel) -> MemoryPlan:
-    """What all layers of this rank keep beside the pages, and what one needs while it reads a prompt sparsely."""
+    """Count what all layers of this rank keep beside the pages, and what one needs while it reads a prompt sparsely."""
     layers, model = list(sparse_layers(config, plan)), config.model_config
     longest, kind = model.max_model_len, model.dtype
     kept = memory_plan([part_of(config, plan, layer_number(name), impl) for name, impl in layers], longest, kind)
@@ -78,7 +78,7 @@ def kept_beside(config: Any, plan: ServedModel) -> MemoryPlan:
 
 
 def seats_of(config: Any, plan: ServedModel, kept: MemoryPlan) -> int:
-    """How many requests may decode sparsely at once, the same on all ranks."""
+    """Count the requests that may decode sparsely at once, the same on all ranks."""
     most, serving = config.scheduler_config.max_num_seqs, plan.serving
     if serving.requests is not None:
         return min(serving.requests, most)
@@ -90,8 +90,8 @@ def seats_of(config: Any, plan: ServedModel, kept: MemoryPlan) -> int:
 
 
 def counted(config: Any, available: int) -> Counted | None:
-    """What of the memory that vLLM found for pages is left to them; None where no layer decodes sparsely. Raises
-    SparseKVError."""
+    """Count the memory that is left to the pages, of what vLLM found for them; None where no layer decodes sparsely.
+    Raises SparseKVError."""
     plan = plan_for(config)
     if next(sparse_layers(config, plan), None) is None:
         return None

@@ -31,8 +31,8 @@ class Piece(NamedTuple):
 
 
 def pieces_of(common: Any, reads: SparsePrompts, page: int) -> list[Piece]:
-    """Of a step those whose requests are long enough by now, where a block or more of queries is read sparsely. Not
-    those with spans that see themselves both ways, nor any of a step that is not causal."""
+    """Find the pieces of a step whose requests are long enough by now, where a block or more of queries is read
+    sparsely. Not those with spans that see themselves both ways, nor any of a step that is not causal."""
     if common.max_query_len <= 1 or getattr(common, "causal", True) is not True:
         return []
     spans = getattr(common, "mm_req_doc_ranges", None) or {}

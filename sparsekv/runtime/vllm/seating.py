@@ -33,7 +33,7 @@ class SeatState(NamedTuple):
 
 
 class SeatMatches(NamedTuple):
-    """Which rows of a step have a seat, `[R]` each. single bool: rows of one new token that decode; own int64: its
+    """The rows of a step that have a seat, `[R]` each. single bool: rows of one new token that decode; own int64: its
     slot; known bool, seat int64: who has an index, and which; wants bool: who wants a seat or a longer index."""
 
     single: Tensor

@@ -38,7 +38,7 @@ IDLE = 64
 
 @dataclass(frozen=True)
 class SeatRule:
-    """How a request is divided, and from which length on it decodes sparsely [tokens]."""
+    """The division of a request, and the length from which it decodes sparsely [tokens]."""
 
     sink_size: int
     window_size: int
@@ -48,7 +48,7 @@ class SeatRule:
 
     @property
     def tails(self) -> TailRule:
-        """When the oldest of a tail join the mid region."""
+        """The rule by which the oldest of a tail join the mid region."""
         return TailRule(self.window_size, self.decode_window)
 
     @property
@@ -70,7 +70,7 @@ class StepRows(NamedTuple):
 
 
 def rows_of(batch: StepRows, matches: SeatMatches, rows: Tensor) -> tuple[StepRows, SeatMatches, Tensor]:
-    """Of a batch some rows `[n]`, each of one new token, and where these are among the new tokens, `[n]`."""
+    """Take some rows `[n]` of a batch, each of one new token, and where these are among the new tokens, `[n]`."""
     at = batch.query_start_loc[rows + 1].long() - 1
     part = StepRows(batch.seq_lens[rows], torch.arange(rows.shape[0] + 1, device=rows.device), batch.block_table[rows],
                     batch.slot_mapping[at])
@@ -101,8 +101,8 @@ class Seats:
         self.uncoded: UncodedSlots | None = None
 
     def empty(self, short: bool) -> bool:
-        """Whether a batch needs no seats: its requests are too short for one, and no seat is taken. After some such
-        batches in a row the seats are given up: a long request that comes back later gets a new index."""
+        """Return whether a batch needs no seats: its requests are too short for one, and no seat is taken. After some
+        such batches in a row the seats are given up: a long request that comes back later gets a new index."""
         self.idle = self.idle + 1 if short else 0
         if self.taken and self.idle > IDLE:
             self.leave()
@@ -207,7 +207,7 @@ class Seats:
         return matches
 
     def _kept(self, rows: int) -> tuple[SeatMatches, DecodeMetadata]:
-        """Where a decode batch of so many rows is described, in buffers that a graph may know."""
+        """Return the description of a decode batch of so many rows, in buffers that a graph may know."""
         assert rows <= self.most, f"{rows} rows, buffers for {self.most}"
 
         def full(kind: torch.dtype, *shape: int) -> Tensor:
@@ -226,7 +226,7 @@ class Seats:
         return self.kept[rows]
 
     def _asks(self, matches: SeatMatches) -> bool:
-        """Whether to assign seats in this step. While all are taken, only rows that have one are served."""
+        """Decide whether to assign seats in this step. While all are taken, only rows that have one are served."""
         rows = matches.wants.shape[0]
         fresh = not self.asked or rows != self.rows
         self.asked, self.rows = True, rows
@@ -243,7 +243,7 @@ class Seats:
         return not quiet and self._left_behind(matches.wants) and bool(matches.wants.any())
 
     def _left_behind(self, wants: Tensor) -> bool:
-        """Whether a row wanted a seat at an earlier step, as far as the device's copy has arrived."""
+        """Return whether a row wanted a seat at an earlier step, as far as the device's copy has arrived."""
         arrived = self.waiting is None or self.waiting[1].query()
         late = arrived and self.waiting is not None and bool(self.waiting[0].any())
         if arrived:
@@ -255,7 +255,7 @@ class Seats:
         return late
 
     def _count_steps(self) -> None:
-        """After how many steps a tail may have outgrown its room: a request gets a token a step at most."""
+        """Count the steps after which a tail may have outgrown its room: a request gets a token a step at most."""
         length, tail, used = torch.stack([self.length, self.tail, self.used])[:, :self.count].tolist()
         room = self.rule.room
         self.outgrows = [self.steps + max(1, t + room - n + 1) if n and u == self.steps else NEVER
@@ -299,7 +299,7 @@ class Seats:
         self.outgrows[seat] = self.steps + tail + rule.room - past
 
     def _regions(self, length: int, tail: int) -> Regions:
-        """Of a request of so many tokens whose tail begins there."""
+        """Return the regions of a request of so many tokens whose tail begins there."""
         starts = torch.zeros(1, dtype=torch.int64, device=self.device)
         return Regions.of_equal_rows(starts, length, self.rule.sink_size, length - tail)
 

@@ -23,7 +23,7 @@ VARIABLE = "SPARSEKV_SETTINGS"
 
 
 class ServedShape(NamedTuple):
-    """What a settings file must fit: the model's class, layers, heads and head dimension."""
+    """The shape that a settings file must fit: the model's class, layers, heads and head dimension."""
 
     architecture: str
     num_layers: int
@@ -77,7 +77,7 @@ class ServedModel:
 
     @cached_property
     def reads(self) -> SparsePrompts | None:
-        """How prompts are read in the layers that decode sparsely, None: by full attention."""
+        """The reader of prompts in the layers that decode sparsely, None: by full attention."""
         return self.serving.prompts()
 
     def layer(self, layer_idx: int) -> Router | None:
@@ -94,7 +94,7 @@ class ServedModel:
 
 
 def settings_path() -> str | None:
-    """Where the settings file lies, from the environment."""
+    """Return the path of the settings file, from the environment."""
     return os.environ.get(VARIABLE) or None
 
 

@@ -30,7 +30,7 @@ class MemoryPlan(NamedTuple):
 
     @property
     def of_prompts(self) -> str:
-        """What prompts take of it, in the words of a refusal."""
+        """The part of prompts, in the words of a refusal."""
         if not self.prompts:
             return ""
         return f" ({self.prompts / 2**30:.2f} GiB of it for sparse prompts, which prefill dense needs not)"
@@ -44,7 +44,8 @@ class Counted(NamedTuple):
 
 
 def memory_plan(layers: Sequence[tuple[Router, PhiLayer | None]], longest: int, dtype: torch.dtype) -> MemoryPlan:
-    """Of layers whose selectors and maps are these heads', requests of `longest` tokens and keys of `dtype`."""
+    """Plan the memory of layers whose selectors and maps are these heads', requests of `longest` tokens and keys of
+    `dtype`."""
     slot = once = seat = 0
     for selector, maps in layers:
         slot += index.bytes_by_slot(selector)
@@ -59,12 +60,12 @@ def memory_plan(layers: Sequence[tuple[Router, PhiLayer | None]], longest: int, 
 
 
 def seats_within(kept: MemoryPlan, memory: float, most: int) -> int:
-    """As many seats as `memory` bytes hold, one at least and `most` at most."""
+    """Count the seats that `memory` bytes hold, one at least and `most` at most."""
     return max(1, min(most, int((memory - kept.once) // max(1, kept.seat))))
 
 
 def count(kept: MemoryPlan, available: int, page_bytes: int, seats: int) -> Counted:
-    """What is left to the pages of `available` bytes, a slot of which takes `page_bytes` in all layers. Raises
+    """Count what is left to the pages of `available` bytes, a slot of which takes `page_bytes` in all layers. Raises
     SparseKVError where seats and maps leave nothing."""
     rest = available - kept.of(0, seats)
     if rest <= 0:
