@@ -100,10 +100,10 @@ def own_centroids(keys: Tensor, first: Tensor, last: Tensor, number: int) -> Ten
     """
     share = (torch.arange(number, device=keys.device) + 0.5) / number
     first, last = first.to(keys.device)[:, None], last.to(keys.device)[:, None]
-    places = (first + (share * (last - first)).long()).clamp(max=max(keys.shape[2] - 1, 0))
+    positions = (first + (share * (last - first)).long()).clamp(max=max(keys.shape[2] - 1, 0))
     if not keys.shape[2]:
         return keys.new_zeros(*keys.shape[:2], number, keys.shape[3])
-    some = keys.gather(2, places[:, None, :, None].expand(-1, keys.shape[1], -1, keys.shape[3]))
+    some = keys.gather(2, positions[:, None, :, None].expand(-1, keys.shape[1], -1, keys.shape[3]))
     return F.normalize(some.to(torch.promote_types(keys.dtype, torch.float32)), dim=-1).to(keys.dtype)
 
 
@@ -165,9 +165,9 @@ def _after_moves(keys: Tensor, centroids: Tensor, nearest: Tensor, taken: Tensor
     # the others stay or join a moved one (heads with fewer of these compare with some that lose, to fill up)
     new = taken.float().topk(int(taken.sum(1).max()), dim=1).indices
     moved = _take(centroids, new)
-    found = assign_buckets(keys[None], moved)[0].long()
-    nearer = _products(keys, moved, found) > _products(keys, centroids, nearest)
-    return torch.where(nearer, new.gather(1, found), nearest)
+    nearest_moved = assign_buckets(keys[None], moved)[0].long()
+    nearer = _products(keys, moved, nearest_moved) > _products(keys, centroids, nearest)
+    return torch.where(nearer, new.gather(1, nearest_moved), nearest)
 
 
 def _products(keys: Tensor, centroids: Tensor, buckets: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ def read_shares(
     """
     starts, mid = queries.per_query(view.regions.starts), queries.per_query(view.regions.mid_sizes)
     context = queries.lengths - starts
-    found: list[Tensor] = [context] * len(selections)
+    by_layer: list[Tensor] = [context] * len(selections)
     alike: dict[Any, list[int]] = defaultdict(list)
     for i, selection in enumerate(selections):
         alike[None if selection.tokens is None else selection.tokens.shape].append(i)
@@ -43,8 +43,8 @@ def read_shares(
         rows = mean * max(1.0, counts.shape[-1] / view.num_kv_heads) + extra
         shares = (torch.stack([mean, rows]) + (context - mid)) / context
         for i, share in zip(members, shares.unbind(1), strict=True):
-            found[i] = share
-    return torch.stack(found, 1)
+            by_layer[i] = share
+    return torch.stack(by_layer, 1)
 
 
 def extra_tokens(view: CacheLayer, selector: Selector, estimator: Estimator | None) -> Tensor | float:

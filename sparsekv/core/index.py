@@ -138,8 +138,8 @@ def make_buckets(keys: CacheLayer, trained: RouterLayer, *, by_means: bool, move
     if numbers is not None:
         named = numbers.to(order.dtype)[:, None].expand(-1, heads, -1).gather(-1, order.clamp(min=0).long())
         order = torch.where(order < 0, order, named)
-    made = Buckets(centroids, order, offsets)
-    return _summed(made, keys, bucket, joins, 0, end) if by_means else made
+    buckets = Buckets(centroids, order, offsets)
+    return _summed(buckets, keys, bucket, joins, 0, end) if by_means else buckets
 
 
 def grow_buckets(buckets: Buckets, keys: CacheLayer, trained: RouterLayer, old: Regions) -> Buckets:
@@ -159,12 +159,12 @@ def list_whole(buckets: Buckets, view: CacheLayer, rows: Tensor) -> Buckets:
     """Put all tokens of the mid region of these rows `[B]` in the first bucket, in order, and the others empty: with as
     many candidates as tokens they choose as without buckets."""
     order, offsets, regions = buckets.order, buckets.offsets, view.regions
-    places = torch.arange(order.shape[2], device=order.device)
+    ranks = torch.arange(order.shape[2], device=order.device)
     first, sizes, rows = (x[:, None] for x in (regions.mid_first, regions.mid_sizes, rows))
-    listed, numbers = first + places, view.numbers(0, regions.edges[3])
+    listed, numbers = first + ranks, view.numbers(0, regions.edges[3])
     if numbers is not None and numbers.shape[1]:
         listed = numbers.gather(1, listed.clamp(max=numbers.shape[1] - 1))
-    listed = torch.where(places < sizes, listed, -1).to(order.dtype)
+    listed = torch.where(ranks < sizes, listed, -1).to(order.dtype)
     begins = sizes.to(offsets.dtype) * (torch.arange(offsets.shape[2], device=order.device) > 0)
     return buckets._replace(order=torch.where(rows[..., None], listed[:, None], order),
                             offsets=torch.where(rows[..., None], begins[:, None].to(offsets.dtype), offsets))
@@ -173,10 +173,10 @@ def list_whole(buckets: Buckets, view: CacheLayer, rows: Tensor) -> Buckets:
 def choose_buckets(rows: Tensor, new: Buckets, old: Buckets) -> Buckets:
     """Row-wise select: `new` where `rows [B]`, else `old`."""
     width = max(new.order.shape[2], old.order.shape[2])
-    made: Buckets = choose_rows(rows, *(
+    chosen: Buckets = choose_rows(rows, *(
         x._replace(order=torch.nn.functional.pad(x.order, (0, width - x.order.shape[2]), value=-1))
         for x in (new, old)))
-    return made
+    return chosen
 
 
 def _held(keys: CacheLayer, trained: RouterLayer, first: int, last: int) -> Tensor:
@@ -283,8 +283,8 @@ def recent_moment(keys: CacheLayer) -> Tensor | None:
     recent = keys.recent_queries
     if recent is None or not recent.shape[2]:
         return None
-    place = torch.arange(keys.recent_end - recent.shape[2], keys.recent_end, device=recent.device)
-    return second_moment(recent, keys.num_kv_heads, place >= keys.regions.starts[:, None])
+    positions = torch.arange(keys.recent_end - recent.shape[2], keys.recent_end, device=recent.device)
+    return second_moment(recent, keys.num_kv_heads, positions >= keys.regions.starts[:, None])
 
 
 def chosen_tokens(

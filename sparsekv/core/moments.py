@@ -35,8 +35,8 @@ def blocks(first: Tensor, last: Tensor, edges: list[int] | None = None) -> Itera
         if edges[1] <= a and b <= edges[2]:
             yield slice(a, b), None
             continue
-        places = torch.arange(a, b, device=first.device)
-        inside = (places >= first[:, None]) & (places < last[:, None])
+        positions = torch.arange(a, b, device=first.device)
+        inside = (positions >= first[:, None]) & (positions < last[:, None])
         yield slice(a, b), inside[:, None, :, None]
 
 

@@ -69,8 +69,8 @@ def requests(window: Window, count: int, *, span: int = 64, first: float = 1 / 3
     positions = window.positions
     low = int(first * len(positions))
     starts = torch.linspace(low, len(positions) - 1, min(count, len(positions) - low)).long().tolist()
-    for at in starts:
-        yield request(window, int(positions[at]), span)
+    for start in starts:
+        yield request(window, int(positions[start]), span)
 
 
 def request(window: Window, length: int, span: int) -> Request:
@@ -102,24 +102,24 @@ def scores(view: LayerView, queries: Queries) -> Tensor:
     """`q·k·scale` of one row, -inf where a query cannot see a key: `[T, Hq, N]`, float32 at least."""
     keys = view.keys[0].to(torch.promote_types(view.keys.dtype, torch.float32))
     grouped = queries.rot[0].to(keys.dtype).reshape(keys.shape[0], -1, keys.shape[-1])
-    found = (grouped @ keys.mT).reshape(view.num_query_heads, queries.count, -1) * view.scale
+    logits = (grouped @ keys.mT).reshape(view.num_query_heads, queries.count, -1) * view.scale
     columns = torch.arange(keys.shape[1], device=keys.device)
-    return found.transpose(0, 1).masked_fill((columns >= queries.lengths[:, None])[:, None], NEG_INF)
+    return logits.transpose(0, 1).masked_fill((columns >= queries.lengths[:, None])[:, None], NEG_INF)
 
 
 def dense_step(view: LayerView, queries: Queries) -> tuple[Tensor, Tensor]:
     """Full attention of one row: out `[T, Hq, d]`, lse `[T, Hq]`."""
-    found = scores(view, queries)
-    values = view.values[0].to(found.dtype)
-    weights = found.softmax(-1).unflatten(1, (values.shape[0], -1))
+    logits = scores(view, queries)
+    values = view.values[0].to(logits.dtype)
+    weights = logits.softmax(-1).unflatten(1, (values.shape[0], -1))
     out = torch.einsum("thgn,hnd->thgd", weights, values).flatten(1, 2)
-    return out, found.logsumexp(-1)
+    return out, logits.logsumexp(-1)
 
 
 def mid_scores(request: Request) -> Tensor:
     """`q·k·scale` over the mid region, -inf outside: `[T, Hq, N]`."""
-    found = scores(request.view, request.queries)
-    return found.masked_fill(~request.view.regions.mid_mask(0, found.shape[-1])[0], NEG_INF)
+    logits = scores(request.view, request.queries)
+    return logits.masked_fill(~request.view.regions.mid_mask(0, logits.shape[-1])[0], NEG_INF)
 
 
 def mid_share(request: Request) -> Tensor:
@@ -165,5 +165,5 @@ def mass_curve(share: Tensor, size: int) -> tuple[list[float], Tensor]:
     region's size -> fractions `x` and `[Hq, POINTS]`."""
     running = share.sort(-1, descending=True).values.cumsum(-1)
     fractions = [math.exp(math.log(1e-3) * (1 - i / (POINTS - 1))) for i in range(POINTS)]
-    places = [max(0, math.ceil(size * f) - 1) for f in fractions]
-    return fractions, running[..., places].mean(0)
+    ranks = [max(0, math.ceil(size * f) - 1) for f in fractions]
+    return fractions, running[..., ranks].mean(0)

@@ -53,9 +53,9 @@ class SparsePrompts:
         if begin < first:
             out[:, :, :first - begin] = dense(view, query[:, :, :first - begin], first)
         each = MOST_BYTES // max(1, score_bytes(len(query), query.shape[1], border))
-        for at in range(first, border, step := BLOCK * max(1, min(MOST_BLOCKS, each))):
-            end = min(at + step, border)
-            out[:, :, at - begin:end - begin] = self._blocks(view, query[:, :, at - begin:end - begin], end)
+        for start in range(first, border, step := BLOCK * max(1, min(MOST_BLOCKS, each))):
+            end = min(start + step, border)
+            out[:, :, start - begin:end - begin] = self._blocks(view, query[:, :, start - begin:end - begin], end)
         if border < total:
             out[:, :, border - begin:] = dense(view, query[:, :, border - begin:], total)
         return out
@@ -118,19 +118,20 @@ def prefill_chunks(view: LayerView, query: Tensor, reader: ReadsChunks) -> Tenso
     starts = padding(view)
     out = torch.empty_like(query)
     behind = begin  # tokens from `behind` to `at` are read densely, together
-    for at in range(begin, total, reader.chunk):
-        end = min(at + reader.chunk, total)
+    for start in range(begin, total, reader.chunk):
+        end = min(start + reader.chunk, total)
         make = Regions.of_equal_rows if starts is None else Regions.at_prefill_end
-        past = replace(view, keys=view.keys[:, :, :at], values=view.values[:, :, :at],
-                       regions=make(view.regions.starts, at, reader.sink, reader.window))
-        q = query[:, :, at - begin:end - begin]
+        past = replace(view, keys=view.keys[:, :, :start], values=view.values[:, :, :start],
+                       regions=make(view.regions.starts, start, reader.sink, reader.window))
+        q = query[:, :, start - begin:end - begin]
         listed = reader.listed(past, q)
         if listed is None:
             continue
-        if behind < at:
-            out[:, :, behind - begin:at - begin] = dense(view, query[:, :, behind - begin:at - begin], at, starts)
+        if behind < start:
+            part = slice(behind - begin, start - begin)
+            out[:, :, part] = dense(view, query[:, :, part], start, starts)
         read = _contiguous if reader.extrapolate else _chunk
-        out[:, :, at - begin:end - begin] = read(past, view, q, end, listed, starts, reader)
+        out[:, :, start - begin:end - begin] = read(past, view, q, end, listed, starts, reader)
         behind = end
     if behind < total:
         out[:, :, behind - begin:] = dense(view, query[:, :, behind - begin:], total, starts)

@@ -60,11 +60,11 @@ class Regions:
     def of_equal_rows(cls, starts: Tensor, length: int, sink_size: int, window_size: int) -> Regions:
         """Make those at the end of a prefill without padding, of which `edges` are known without a wait for the
         device."""
-        made = cls.at_prefill_end(starts, length, sink_size, window_size)
+        regions = cls.at_prefill_end(starts, length, sink_size, window_size)
         last = max(length - window_size, 0)
         first = min(sink_size, last)
-        made.__dict__["edges"], made.__dict__["spans"] = [first, first, last, last], [0, 0, last, last]
-        return made
+        regions.__dict__["edges"], regions.__dict__["spans"] = [first, first, last, last], [0, 0, last, last]
+        return regions
 
     @property
     def sinks(self) -> int:
@@ -115,26 +115,26 @@ class Regions:
     def grown(self, length: int) -> Regions:
         """Keep the mid region in a longer (or cropped) cache; what is known of it without a wait stays known."""
         known: dict[str, Any] = {name: self.__dict__[name] for name in ("edges", "spans") if name in self.__dict__}
-        made = self._once(("length", length), lambda: replace(self, length=length))
-        made.__dict__.update(known)
-        return made
+        regions = self._once(("length", length), lambda: replace(self, length=length))
+        regions.__dict__.update(known)
+        return regions
 
     def moved(self, tail_start: int) -> Regions:
         """Let the mid region grow up to `tail_start`."""
-        made = self._once(("tail", tail_start),
+        regions = self._once(("tail", tail_start),
                           lambda: replace(self, tail_starts=torch.clamp(self.tail_starts, min=tail_start)))
-        made.__dict__["source"] = self  # which lives until the other layers have moved too
-        return made
+        regions.__dict__["source"] = self  # which lives until the other layers have moved too
+        return regions
 
     def _once(self, how: tuple[str, int], make: Callable[[], Regions]) -> Regions:
         """Share one object between all layers of a cache, whose borders are read from the device once, while they grow
         alike."""
         derived: WeakValueDictionary[tuple[str, int], Regions] = self.__dict__.setdefault(
             "derived", WeakValueDictionary())
-        made = derived.get(how)
-        if made is None:
-            derived[how] = made = make()
-        return made
+        regions = derived.get(how)
+        if regions is None:
+            derived[how] = regions = make()
+        return regions
 
     def take_rows(self, index: Tensor) -> Regions:
         """The regions of the chosen rows of the batch."""

@@ -59,13 +59,14 @@ def begin(
     row."""
     layers: list[Any] = cache.layers
     on_host = [isinstance(layers[i], HostLayer) and not decoding.by_cpu for i in which]
-    places = [called[i].device if away else layers[i].keys.device for i, away in zip(which, on_host, strict=True)]
-    devices = [*places, *(called[i].device for i in which)]
+    layer_devices = [called[i].device if away else layers[i].keys.device
+                     for i, away in zip(which, on_host, strict=True)]
+    devices = [*layer_devices, *(called[i].device for i in which)]
     began = _now(devices)
     regions = {device: Regions.at_prefill_end(starts.to(device), past, decoding.sink_size, decoding.window_size)
-               for device in dict.fromkeys(places)}
+               for device in dict.fromkeys(layer_devices)}
     views: list[LayerView | HostView] = []
-    for i, device, away in zip(which, places, on_host, strict=True):
+    for i, device, away in zip(which, layer_devices, on_host, strict=True):
         how, layer = called[i], layers[i]
         rows, _, _, dim = layer.keys.shape
         recent = layer.keys.new_empty(rows, how.heads, 0, dim) if layer.recent is None else layer.recent
@@ -75,8 +76,8 @@ def begin(
             "recent_end": layer.recent_end, "sinks": None if how.sinks is None else how.sinks.detach().to(device)}
         views.append(HostView(layer.both[:, :, :past], decoding.tails.longest, **given) if away else
                      LayerView(layer.keys[:, :, :past], layer.values[:, :, :past], **given))
-    selectors = [decoding.selector_of(*one) for one in zip(which, places, strict=True)]
-    estimators = [decoding.estimator_of(*one) for one in zip(which, places, strict=True)]
+    selectors = [decoding.selector_of(*one) for one in zip(which, layer_devices, strict=True)]
+    estimators = [decoding.estimator_of(*one) for one in zip(which, layer_devices, strict=True)]
     with contextlib.ExitStack() as stack:
         for view in views:
             if isinstance(view, HostView):

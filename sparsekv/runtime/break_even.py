@@ -103,10 +103,10 @@ def dense_rule(
         f"{token_bytes} bytes a token"))
 
 
-def _times(found: Any) -> Times | None:
+def _times(entry: Any) -> Times | None:
     """Times as they are kept; None for anything else."""
     try:
-        lengths, full, sparse = ((float(a), float(b)) for a, b in found)
+        lengths, full, sparse = ((float(a), float(b)) for a, b in entry)
         return Times((int(lengths[0]), int(lengths[1])), full, sparse)
     except (TypeError, ValueError, OverflowError):
         return None

@@ -100,12 +100,12 @@ class SparseConfig:
         for name in raw:
             if name not in names:
                 raise SparseKVError(f"{where} has an entry {name!r}; expected some of {', '.join(names)}")
-        made = cls(**raw)
-        made.check(where)
+        config = cls(**raw)
+        config.check(where)
         beside = {name: str(path.parent / x) for name in ("artifacts", "router", "phi")
-                  if (x := getattr(made, name)) is not None
+                  if (x := getattr(config, name)) is not None
                   and ((path.parent / x).exists() or not REPOSITORY.fullmatch(x))}
-        return replace(made, **beside)  # type: ignore[arg-type]
+        return replace(config, **beside)  # type: ignore[arg-type]
 
     def check(self, where: str | None = None) -> None:
         """Refuse values that are of another type or out of their range. where: the file that they are from. Raises
@@ -144,19 +144,19 @@ class SparseConfig:
     def given(self) -> dict[str, Any]:
         """The fields that are not their defaults; how prompts are read as a settings file has it."""
         plain = SparseConfig()
-        found = {f.name: getattr(self, f.name) for f in fields(SparseConfig)
+        given = {f.name: getattr(self, f.name) for f in fields(SparseConfig)
                  if getattr(self, f.name) != getattr(plain, f.name)}
-        return found if isinstance(self.prefill, str | dict) else {**found, "prefill": vars(self.prefill)}
+        return given if isinstance(self.prefill, str | dict) else {**given, "prefill": vars(self.prefill)}
 
     def sizes(self, *artifacts: Any) -> tuple[int, int]:
         """Sink and window [tokens]: as given, else the artifacts' own (they must agree), else the defaults. Raises
         SparseKVError."""
-        found = []
+        sizes = []
         for name, default in SIZES.items():
             given = getattr(self, name)
             trained = {getattr(a.config, name) for a in artifacts if a is not None} if given is None else {given}
             if len(trained) > 1:
                 raise SparseKVError(f"the router and the feature maps were trained with different {name} "
                                     f"({' and '.join(map(str, sorted(trained)))} tokens); say which with {name}=...")
-            found.append(trained.pop() if trained else default)
-        return found[0], found[1]
+            sizes.append(trained.pop() if trained else default)
+        return sizes[0], sizes[1]

@@ -123,8 +123,8 @@ class Decoding:
         if key not in self.placed:
             maps = self.phi.layer(layer_idx)
             self.placed[key] = None if maps is None else PhiEstimator(maps.run_on(device))
-        made: Estimator | None = self.placed[key]
-        return None if made is None else made.fork()
+        estimator: Estimator | None = self.placed[key]
+        return None if estimator is None else estimator.fork()
 
     def spend(self, budget: int | float) -> None:
         """Another budget for the layers that begin from here on. Raises SparseKVError."""
@@ -174,42 +174,42 @@ def choose_selector(config: SparseConfig, router: RouterArtifact | None) -> Sele
     config.check()
     given = config.selector_options()
     if isinstance(config.selector, Selector):
-        made = copy.copy(config.selector)
+        selector = copy.copy(config.selector)
     else:
         name = config.selector or _default(router, given)
         check_choice("selector", name, sorted(SELECTORS))
-        made = SELECTORS[name]()
-    names = made.option_names()
+        selector = SELECTORS[name]()
+    names = selector.option_names()
     for key, value in given.items():
         if key not in names:
-            raise SparseKVError(f"selector {made.name} has no option {key!r}; its options are {', '.join(names)}")
-        setattr(made, key, value)
-    if made.is_trained() and router is not None:
-        made = for_layer(made, router, router.config.layers[0])
-        if made.name == "sketch" and router.sketch is None:
+            raise SparseKVError(f"selector {selector.name} has no option {key!r}; its options are {', '.join(names)}")
+        setattr(selector, key, value)
+    if selector.is_trained() and router is not None:
+        selector = for_layer(selector, router, router.config.layers[0])
+        if selector.name == "sketch" and router.sketch is None:
             warnings.warn("this router was trained without sketches and decodes by buckets alone; train it again for "
                           "selector sketch", stacklevel=2)
-    check_ranges(made, lambda option: f"{option} of selector {made.name}", least=0)
-    made.validate()
-    if (config.placement == "offload" or config.kv_memory is not None) and made.scores_keys:
-        raise SparseKVError(f"selector {made.name} scores keys at every step, which lie in CPU memory under "
+    check_ranges(selector, lambda option: f"{option} of selector {selector.name}", least=0)
+    selector.validate()
+    if (config.placement == "offload" or config.kv_memory is not None) and selector.scores_keys:
+        raise SparseKVError(f"selector {selector.name} scores keys at every step, which lie in CPU memory under "
                             "placement offload or beyond kv_memory; use placement='cpu', or a selector with an index "
                             "such as router")
     if config.placement != "gpu" and config.kv_memory is not None:
         raise SparseKVError(f"kv_memory says how much may lie on the GPU, and placement={config.placement!r} keeps "
                             "keys and values in CPU memory; give one of them")
-    if config.prompts() is not None and made.reader(0, 0) is not None:
-        raise SparseKVError(f"selector {made.name} reads prompts itself with prefill_chunk, and prefill='sparse' "
+    if config.prompts() is not None and selector.reader(0, 0) is not None:
+        raise SparseKVError(f"selector {selector.name} reads prompts itself with prefill_chunk, and prefill='sparse' "
                             "reads them by blocks; leave one of them out")
-    return made
+    return selector
 
 
 def for_layer(selector: Selector, router: RouterArtifact | None, layer_idx: int) -> Selector:
     """Copy a selector for a layer, with what it is trained with there."""
-    made = copy.copy(selector)
-    if router is not None and made.is_trained():
-        made.layer = router.layer(layer_idx)  # type: ignore[attr-defined]
-    return made
+    own = copy.copy(selector)
+    if router is not None and own.is_trained():
+        own.layer = router.layer(layer_idx)  # type: ignore[attr-defined]
+    return own
 
 
 def untrained(selector: Selector) -> bool:

@@ -92,9 +92,9 @@ class Fused:
     def loads(self, rows: int) -> dict[Any, Callable[[], Any]]:
         """Warm-up calls of a pass of one token with so many rows, keyed by kernel specialisation; none if asked for
         before."""
-        found: dict[Any, Callable[[], Any]] = {}
+        calls: dict[Any, Callable[[], Any]] = {}
         if not self.used or rows in self._loaded:
-            return found
+            return calls
         self._loaded.add(rows)
         groups: list[tuple[Callable[..., Any], list[Any]]] = [(few_products, [m]) for m in self.products]
         groups += [(few_products, _parts(m, QUERIES)) for m in self.attentions]
@@ -102,15 +102,15 @@ class Fused:
         for kernel, parts in groups:
             if all(type(p) is nn.Linear for p in parts):
                 key = _key(kernel, parts, rows)
-                x = parts[0].weight.new_zeros(rows, parts[0].in_features) if key not in found else None
+                x = parts[0].weight.new_zeros(rows, parts[0].in_features) if key not in calls else None
                 if x is not None and _fit(parts, x):
-                    found[key] = functools.partial(kernel, parts, x)
+                    calls[key] = functools.partial(kernel, parts, x)
         for norm in self.norms:
-            found.setdefault((type(norm), norm.weight.dtype, norm.weight.shape), functools.partial(_norms, norm, rows))
+            calls.setdefault((type(norm), norm.weight.dtype, norm.weight.shape), functools.partial(_norms, norm, rows))
         for mlp in self.gates:
             weight: Tensor = mlp.gate_proj.weight  # type: ignore[union-attr, assignment]
-            found.setdefault((type(mlp), weight.dtype, weight.shape), functools.partial(_silu, weight, rows))
-        return found
+            calls.setdefault((type(mlp), weight.dtype, weight.shape), functools.partial(_silu, weight, rows))
+        return calls
 
     def _norm(self, norm: Any, x: Tensor) -> Tensor:
         def called(how: dict[str, Any], x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -260,9 +260,9 @@ def _eps(norm: Any) -> float | None:
 
 
 @torch.no_grad()
-def _apart(found: Any, wanted: Any) -> float:
+def _apart(result: Any, wanted: Any) -> float:
     """The largest difference as a share of the largest number; of other shapes or types infinite."""
-    pairs = list(zip(found, wanted, strict=True)) if isinstance(wanted, tuple) else [(found, wanted)]
+    pairs = list(zip(result, wanted, strict=True)) if isinstance(wanted, tuple) else [(result, wanted)]
     if any(a.shape != b.shape or a.dtype != b.dtype for a, b in pairs):
         return float("inf")
     return max(float((a - b).abs().max() / b.abs().max().clamp(min=torch.finfo(b.dtype).tiny)) for a, b in pairs)

@@ -59,7 +59,7 @@ def raised_by_user(error: BaseException) -> bool:
     raised in code of their own, a signal handler's too. Torch's errors, such as of what a capture does not permit, are
     failures of the step, wherever they are raised."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    place, kind = ((frames[-1].f_globals.get("__name__") or "") if frames else "torch"), type(error).__module__
+    module, kind = ((frames[-1].f_globals.get("__name__") or "") if frames else "torch"), type(error).__module__
     if isinstance(error, SparseKVError | OSError):
         return True
-    return (place if kind == "builtins" else kind).partition(".")[0] not in PACKAGES
+    return (module if kind == "builtins" else kind).partition(".")[0] not in PACKAGES

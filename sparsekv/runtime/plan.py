@@ -182,10 +182,10 @@ class Plan:
             out, lse = decode_attention(query[:, :, 0], keys, values, *self.seen[window], scale=scale)
             return (out if sinks is None else add_sinks(out, lse, sinks)[0])[:, None]
         tokens, offset = window or (self.length + 1, 0)
-        places = slice(max(offset, self.length + 1 - tokens), self.length + 1)
-        slots = slice(places.start - offset, places.stop - offset)
+        span = slice(max(offset, self.length + 1 - tokens), self.length + 1)
+        slots = slice(span.start - offset, span.stop - offset)
         return dense_attention(query, keys[:, :, slots], values[:, :, slots], scale=scale,
-                               key_mask=None if self.real is None else self.real[:, places],
+                               key_mask=None if self.real is None else self.real[:, span],
                                sinks=sinks).transpose(1, 2)
 
     def _whole(self, state: LayerState) -> Any:

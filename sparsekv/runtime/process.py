@@ -74,25 +74,25 @@ def replace(module: Any, name: str, make: Callable[[Any], Any], user: object) ->
     """Put `make(own)` in the place of a module's function for as long as it has users; nothing where it has none of
     that name."""
     with _GATE:
-        own, place = getattr(module, name, None), (module.__name__, name)
+        own, key = getattr(module, name, None), (module.__name__, name)
         if own is None:
             return
-        _REPLACED.setdefault(place, Replaced(own, make(own))).users.add(id(user))
-        setattr(module, name, _REPLACED[place].ours)
+        _REPLACED.setdefault(key, Replaced(own, make(own))).users.add(id(user))
+        setattr(module, name, _REPLACED[key].ours)
 
 
 def give_back(module: Any, name: str, user: object) -> None:
     """The module's own function again, when its last user leaves; any number of times."""
     with _GATE:
-        place = module.__name__, name
-        replaced = _REPLACED.get(place)
+        key = module.__name__, name
+        replaced = _REPLACED.get(key)
         if replaced is None:
             return
         replaced.users.discard(id(user))
         if not replaced.users:
             if getattr(module, name, None) is replaced.ours:
                 setattr(module, name, replaced.own)
-            del _REPLACED[place]
+            del _REPLACED[key]
 
 
 @contextlib.contextmanager

@@ -39,11 +39,11 @@ class Kept:
     def get(self, key: str, take: Callable[[], Any]) -> Any:
         """Return what is known of a key, else what `take` times."""
         if key not in self.known:
-            found = self.read(self._entries().get(key))
-            if found is None:
-                found = take()
-                self._put(key, found)
-            self.known[key] = found
+            times = self.read(self._entries().get(key))
+            if times is None:
+                times = take()
+                self._put(key, times)
+            self.known[key] = times
         return self.known[key]
 
     def _put(self, key: str, value: Any) -> None:
@@ -53,15 +53,15 @@ class Kept:
 
     def _entries(self) -> dict[str, Any]:
         try:
-            found = json.loads(self.file().read_text(encoding="utf-8"))
+            entries = json.loads(self.file().read_text(encoding="utf-8"))
         except (OSError, ValueError, RuntimeError):  # no home is a RuntimeError
             return {}
-        return found if isinstance(found, dict) else {}
+        return entries if isinstance(entries, dict) else {}
 
 
-def _pair(found: Any) -> list[float] | None:
+def _pair(entry: Any) -> list[float] | None:
     """Two times as they are kept; None for anything else."""
-    return found if isinstance(found, list) and len(found) == 2 and all(isinstance(x, float) for x in found) else None
+    return entry if isinstance(entry, list) and len(entry) == 2 and all(isinstance(x, float) for x in entry) else None
 
 
 PRODUCTS = Kept("products.json", _pair)

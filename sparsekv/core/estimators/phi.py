@@ -111,9 +111,9 @@ class PhiEstimator(Estimator):
         self.built_equal = None if equal is None else equal[1] - equal[0]
         centre = None if self.centre is None else view.scale * self.centre
         key_map = self.map_for(view)
-        made = for_request(key_map, mean)
-        self.bias = made.bias
-        self.state = PhiState(*self._sum(view, made, first, last, edges), centre)
+        maps = for_request(key_map, mean)
+        self.bias = maps.bias
+        self.state = PhiState(*self._sum(view, maps, first, last, edges), centre)
         if self.layer.capped:
             covariance = key_covariance(view.keys_at, first, last, mean, edges)
             self._describe(view, view.scale * mean, view.scale**2 * covariance)
@@ -210,10 +210,10 @@ class PhiEstimator(Estimator):
 
     def _map_of_keys(self, dtype: torch.dtype, device: torch.device) -> KeyMap:
         """The map of keys in the precision that products of such keys have, on the device."""
-        made = product_dtype(torch.empty(0, dtype=dtype, device=device))
-        if made not in self.of_keys:
-            self.of_keys[made] = KeyMap(*(w.to(device) for w in self.layer.of_keys(made)))
-        return self.of_keys[made]
+        precision = product_dtype(torch.empty(0, dtype=dtype, device=device))
+        if precision not in self.of_keys:
+            self.of_keys[precision] = KeyMap(*(w.to(device) for w in self.layer.of_keys(precision)))
+        return self.of_keys[precision]
 
     def _query_maps(self, dtype: torch.dtype) -> FeatureMapWeights:
         """The maps of queries in their precision, where the offset lies: the trained ones may lie elsewhere."""

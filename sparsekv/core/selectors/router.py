@@ -92,9 +92,9 @@ class Router(Selector):
         return type(self), options, trained.key_space, trained.sketch is None, trained.sketch_bytes
 
     def of_heads(self, others: Sequence[Self], views: Sequence[CacheLayer]) -> Self:
-        made, layers = self.fork(), [one.layer for one in (self, *others)]
-        made.layer = heads_joined([layer._replace(weights=None) for layer in layers])
-        return made
+        joined, layers = self.fork(), [one.layer for one in (self, *others)]
+        joined.layer = heads_joined([layer._replace(weights=None) for layer in layers])
+        return joined
 
     def extend(self, view: CacheLayer, old: Regions) -> None:
         assert self.buckets is not None

@@ -73,9 +73,9 @@ def attach(
     config = SparseConfig.of(config, **overrides, **({} if artifacts is None else {"artifacts": artifacts}))
     config.check()
     router, phi = load_artifacts(config.artifacts, config.router, config.phi)
-    for name, made in (("the router", router), ("the feature maps", phi)) if all_bits else ():
-        if made is not None:
-            check_all_bits(made.config.model, model, name)
+    for name, artifact in (("the router", router), ("the feature maps", phi)) if all_bits else ():
+        if artifact is not None:
+            check_all_bits(artifact.config.model, model, name)
     decoding = make_decoding(model, modules, config, router=router, phi=phi)
     return Attachment(model, modules, decoding, RunOptions() if run is None else run)
 
@@ -222,8 +222,8 @@ class Attachment:
                     for part in input_ids.split(min(chunk_size or tokens, tokens), dim=1):
                         past += part.shape[1]
                         mask = None if attention_mask is None else attention_mask[:, :past]
-                        place = None if mask is None else positions_of(mask)[:, -part.shape[1]:]
-                        decoder(self.model)(input_ids=part, attention_mask=mask, position_ids=place,
+                        positions = None if mask is None else positions_of(mask)[:, -part.shape[1]:]
+                        decoder(self.model)(input_ids=part, attention_mask=mask, position_ids=positions,
                                             past_key_values=cache, use_cache=True)
             finally:
                 self.runner.prefilling, self.runner.whole = False, 0
@@ -268,20 +268,20 @@ class Attachment:
     def _across(self, ids: Tensor, cache: SparseCache, new: int) -> Any:
         """A step of an answer that may cross the length past which the model rotates by other factors: there all tokens
         so far are read anew, as transformers does. Raises SparseKVError where an earlier turn's are not known."""
-        border, held, made = border_of(self.model.config) or 0, cache.get_seq_length(), [ids]
+        border, held, parts = border_of(self.model.config) or 0, cache.get_seq_length(), [ids]
         if 0 < held <= border < held + ids.shape[1] + new - 1:
             raise SparseKVError(f"the cache holds {held} tokens rotated as of a text of up to {border}, and with "
                                 f"{ids.shape[1]} more and an answer of {new} the model rotates otherwise (longrope); "
                                 "give the whole text in a new cache, or a shorter max_new_tokens")
 
-        def step(token: Tensor, mask: Tensor | None, place: Tensor | None, cache: SparseCache) -> Tensor:
-            made.append(token)
+        def step(token: Tensor, mask: Tensor | None, position: Tensor | None, cache: SparseCache) -> Tensor:
+            parts.append(token)
             if held or cache.get_seq_length() != border:
-                return self._step(token, mask, place, cache)
+                return self._step(token, mask, position, cache)
             cache.reset()
             cache.prompt = border + 1
-            places = None if mask is None else positions_of(mask)
-            return self._logits(torch.cat(made, dim=1), mask, places, cache)
+            positions = None if mask is None else positions_of(mask)
+            return self._logits(torch.cat(parts, dim=1), mask, positions, cache)
 
         return step
 
@@ -301,16 +301,16 @@ class Attachment:
                                 f"{list(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__}")
         return self._step(ids, None, None, cache) if ids.shape[1] == 1 else self._logits(ids, None, None, cache)
 
-    def _logits(self, ids: Tensor, mask: Tensor | None, places: Tensor | None, cache: SparseCache) -> Tensor:
-        return self.model(input_ids=ids, attention_mask=mask, position_ids=places, past_key_values=cache,
+    def _logits(self, ids: Tensor, mask: Tensor | None, positions: Tensor | None, cache: SparseCache) -> Tensor:
+        return self.model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache,
                           use_cache=True, logits_to_keep=1).logits
 
-    def _step(self, token: Tensor, mask: Tensor | None, place: Tensor | None, cache: SparseCache) -> Tensor:
+    def _step(self, token: Tensor, mask: Tensor | None, positions: Tensor | None, cache: SparseCache) -> Tensor:
         """Logits `[B, 1, V]` after one more token of every row, overwritten by the next step."""
         attached = model_of(self)
         with attached.lock:
-            logits = self.runner.step(attached, cache, token, mask, place)
-            return self._logits(token, mask, place, cache) if logits is None else logits
+            logits = self.runner.step(attached, cache, token, mask, positions)
+            return self._logits(token, mask, positions, cache) if logits is None else logits
 
     def save_prefix(self, cache: SparseCache, path: str | Path) -> None:
         """Write a prefilled cache to one safetensors file. Raises SparseKVError for a model with sliding-window

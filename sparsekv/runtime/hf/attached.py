@@ -87,12 +87,12 @@ class AttachedModel:
 
     def current(self) -> Any:
         """The attachment that decodes; None where all have left."""
-        found = self.attachments
-        if not found and self.entered:  # forgotten by all, and the collector has not told us
+        held = self.attachments
+        if not held and self.entered:  # forgotten by all, and the collector has not told us
             self.entered = []
             self._give_back()
             process.detached(self.model, self)
-        return found[-1] if found else None
+        return held[-1] if held else None
 
     def _take(self) -> None:
         attention.register()

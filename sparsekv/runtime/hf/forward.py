@@ -118,8 +118,8 @@ def _read_anew(attached: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     whole, mask = torch.cat(answer.passes, dim=1), kwargs.get("attention_mask")
     answer.cache.reset()
     answer.cache.prompt = whole.shape[1]
-    places = None if mask is None else positions_of(mask)
-    return kwargs | {"input_ids": whole, "past_key_values": answer.cache, "position_ids": places}
+    positions = None if mask is None else positions_of(mask)
+    return kwargs | {"input_ids": whole, "past_key_values": answer.cache, "position_ids": positions}
 
 
 def _by_name(own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -130,13 +130,13 @@ def _by_name(own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[t
         bound = inspect.signature(own).bind_partial(*args, **kwargs)
     except (TypeError, ValueError):
         return args, kwargs
-    found = dict(bound.arguments)
+    arguments = dict(bound.arguments)
     for parameter in bound.signature.parameters.values():
         if parameter.kind is parameter.VAR_KEYWORD:
-            found |= found.pop(parameter.name, {})
+            arguments |= arguments.pop(parameter.name, {})
         elif parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             return args, kwargs
-    return (), found
+    return (), arguments
 
 
 def _is_step(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -58,11 +58,11 @@ def generate(config: GenerateConfig) -> None:
         seconds = time.perf_counter() - started
         report, decoding = attachment.report(), attachment.decoding
     prompt_tokens = inputs["input_ids"].shape[1]
-    made = out.shape[1] - prompt_tokens
+    new_tokens = out.shape[1] - prompt_tokens
     method = decoding.selector.name + ("" if decoding.completion == NONE else f" + {decoding.completion}")
     if decoding.first_sparse is not None and not report["sparse_calls"]:
         method = f"full attention (faster than {method} on so short a cache; --dense-below 0 insists)"
-    print(f"\n{prompt_tokens} prompt tokens, {made} generated in {seconds:.1f} s (prefill included); {method} "
+    print(f"\n{prompt_tokens} prompt tokens, {new_tokens} generated in {seconds:.1f} s (prefill included); {method} "
           f"read {report['selectivity']:.1%} of the cache a step", file=sys.stderr)
 
 

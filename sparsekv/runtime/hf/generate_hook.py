@@ -71,10 +71,10 @@ def with_cache(attachment: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     decoded sparsely."""
     own, given = attachment.model.generation_config, args[1] if len(args) > 1 else kwargs.get("generation_config")
 
-    def asked(name: str, *places: Any) -> Any:
+    def asked(name: str, *configs: Any) -> Any:
         """A setting of the call, or where it has none of these configurations; one that is None is not set."""
-        found = (kwargs.get(name), *(getattr(place, name, None) for place in places))
-        return next((value for value in found if value is not None), None)
+        values = (kwargs.get(name), *(getattr(config, name, None) for config in configs))
+        return next((value for value in values if value is not None), None)
 
     kind = asked("cache_implementation", None if given is own else given)
     if kind not in (None, "dynamic"):
@@ -94,7 +94,7 @@ def with_cache(attachment: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if border is not None and 0 < prompt <= border < prompt + new and (asked("num_beams", given, own) or 1) > 1:
         raise SparseKVError(f"beams would cross the length of {border} tokens, past which the model rotates otherwise "
                             "and reads all of them again (longrope); use num_beams=1, or a shorter answer")
-    if any(place is not None and place.cache_implementation is not None for place in (given, own)):
+    if any(config is not None and config.cache_implementation is not None for config in (given, own)):
         kwargs = kwargs | {"cache_implementation": None}
     else:
         kwargs = {name: value for name, value in kwargs.items() if name != "cache_implementation"}

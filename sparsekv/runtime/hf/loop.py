@@ -35,30 +35,30 @@ def decode_loop(
     rows, device = ids.shape[0], ids.device
     ends = torch.tensor(eos, dtype=torch.long, device=device)
     generator = None if seed is None else torch.Generator(device).manual_seed(seed)
-    places = None if mask is None else positions_of(mask)[:, -ids.shape[1]:]
+    positions = None if mask is None else positions_of(mask)[:, -ids.shape[1]:]
     if streamer is not None:
         streamer.put(ids.cpu())
-    logits = prefill(ids, mask, places, cache)
-    place = None if places is None else places[:, -1:] + 1
+    logits = prefill(ids, mask, positions, cache)
+    position = None if positions is None else positions[:, -1:] + 1
     ended = torch.zeros(rows, 1, dtype=torch.bool, device=device)
-    made: list[Tensor] = []
+    tokens: list[Tensor] = []
     reader = AsyncTokenReader(device)
     while True:
         token = choose(logits[:, -1], temperature, generator)
         token = torch.where(ended, fill, token)
-        made.append(token)
+        tokens.append(token)
         ended = ended | torch.isin(token, ends)
         stop = reader.read(token, ended, streamer)
-        if stop or len(made) == max_new_tokens:
+        if stop or len(tokens) == max_new_tokens:
             break
         if mask is not None:
             mask = torch.cat([mask, mask.new_ones(rows, 1)], dim=1)
-        logits = step(token, mask, place, cache)
-        place = None if place is None else place + 1
+        logits = step(token, mask, position, cache)
+        position = None if position is None else position + 1
     length = reader.finish(streamer)
-    if length < len(made):
-        cache.crop(cache.get_seq_length() - (len(made) - length))
-    return torch.cat([ids, *made[:length]], dim=1)
+    if length < len(tokens):
+        cache.crop(cache.get_seq_length() - (len(tokens) - length))
+    return torch.cat([ids, *tokens[:length]], dim=1)
 
 
 def choose(logits: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:

@@ -129,8 +129,8 @@ class HostView(CacheLayer):
         assert data is not None
         (rows, heads_kv), (count, heads, width) = data.shape[:2], tokens.shape
         shape = rows, heads_kv, count // rows, heads // heads_kv, width, data.shape[3]
-        found = data[:, :, :shape[2] * shape[3] * width].view(shape).transpose(1, 2).reshape(count, heads, width, -1)
-        keys, values = found.chunk(2, dim=-1)
+        both = data[:, :, :shape[2] * shape[3] * width].view(shape).transpose(1, 2).reshape(count, heads, width, -1)
+        keys, values = both.chunk(2, dim=-1)
         return keys, values
 
     def attend(
@@ -138,7 +138,7 @@ class HostView(CacheLayer):
         anchored: Anchored | None = None,
     ) -> tuple[Tensor, Tensor]:
         assert anchored is None and not selection.contiguous
-        tokens, places = self._fetch(selection, self.listed(selection))
+        tokens, slots = self._fetch(selection, self.listed(selection))
         near = self.near
         if completion is not None and isinstance(completion.keys, KeyBuckets):
             completion = completion._replace(keys=KeyBuckets(self._of_slots(completion.keys.number, tokens)))
@@ -147,7 +147,7 @@ class HostView(CacheLayer):
         ends = self.ends.get(near.shift)
         starts, tail_starts = (queries.per_query(x) for x in near.edges)
         return attend_tokens(
-            queries.folded, keys, values, places, scale=self.scale, sink_size=near.sinks, starts=starts,
+            queries.folded, keys, values, slots, scale=self.scale, sink_size=near.sinks, starts=starts,
             tail_starts=tail_starts, lengths=queries.lengths + near.shift if ends is None else ends,
             log_weights=selection.log_weights, completion=completion)
 
@@ -211,9 +211,9 @@ class HostView(CacheLayer):
         near = self.near
         near.make_lists(tokens.numel() // (self.both.shape[0] * self.both.shape[1]))
         assert near.data is not None
-        places = fetch_rows(self.both, tokens, near.data)
-        self.fetched = selection, tokens, places
-        return tokens, places
+        slots = fetch_rows(self.both, tokens, near.data)
+        self.fetched = selection, tokens, slots
+        return tokens, slots
 
 
 def read(part: Tensor, device: torch.device, first: int = 0, last: int | None = None, step: int = 1) -> Tensor:

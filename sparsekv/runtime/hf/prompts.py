@@ -99,5 +99,5 @@ def pad_token(pad: Any, rows: int, vocabulary: int) -> int:
 
 def _rows(name: str, x: Any) -> None:
     if not isinstance(x, Tensor) or x.dim() != 2:
-        found = f"{list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-        raise SparseKVError(f"{name} must be a tensor of rows and tokens, found {found}")
+        given = f"{list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        raise SparseKVError(f"{name} must be a tensor of rows and tokens, found {given}")

@@ -170,7 +170,7 @@ class Runner:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
     def step(
-        self, attached: Any, cache: SparseCache, token: Tensor, mask: Tensor | None, place: Tensor | None,
+        self, attached: Any, cache: SparseCache, token: Tensor, mask: Tensor | None, positions: Tensor | None,
     ) -> Tensor | None:
         """Logits `[B, 1, V]` after one more token of every row by a plan of all layers, overwritten by the next step;
         None where there is none. What a user raises in it, a signal handler say, comes out as it was raised; where the
@@ -179,7 +179,7 @@ class Runner:
         if plan is None:
             return None
         try:
-            return take_step(plan, token, place)
+            return take_step(plan, token, positions)
         except Exception as error:  # whatever the model raises on its first plan
             if plan.taken or isinstance(error, torch.OutOfMemoryError) or raised_by_user(error):
                 raise

@@ -20,19 +20,19 @@ def page_locked(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     size = -(-max(1, math.prod(shape) * dtype.itemsize) // mmap.PAGESIZE) * mmap.PAGESIZE
     held = np.empty(size + mmap.PAGESIZE, dtype=np.uint8)
     first = -held.ctypes.data % mmap.PAGESIZE
-    place, runtime = held.ctypes.data + first, torch.cuda.cudart()
-    error = runtime.cudaHostRegister(place, size, 0)
+    address, runtime = held.ctypes.data + first, torch.cuda.cudart()
+    error = runtime.cudaHostRegister(address, size, 0)
     if error != runtime.cudaError.success:
         raise SparseKVError(f"{size / 1e9:.3g} GB of CPU memory could not be locked for keys and values ({error}); "
                             "free memory, shorten prompt or answer, or keep keys on the GPU (placement='gpu')")
-    weakref.finalize(held, _unlock, place).atexit = False
+    weakref.finalize(held, _unlock, address).atexit = False
     return torch.from_numpy(held[first:first + math.prod(shape) * dtype.itemsize]).view(dtype).view(shape)
 
 
-def _unlock(place: int) -> None:
+def _unlock(address: int) -> None:
     """Once no kernel reads it."""
     torch.cuda.synchronize()
-    torch.cuda.cudart().cudaHostUnregister(place)
+    torch.cuda.cudart().cudaHostUnregister(address)
 
 
 class Growing:
@@ -73,12 +73,12 @@ class Growing:
             return page_locked(shape, like.dtype)
         return torch.empty(shape, dtype=like.dtype, device="cpu" if self.on_host else like.device)
 
-    def _write(self, place: Tensor, new: Tensor) -> None:
+    def _write(self, target: Tensor, new: Tensor) -> None:
         """Copy from a device to its host head by head, each in one piece, so that nothing waits."""
         if not (self.on_host and new.is_cuda):
-            place.copy_(new)
+            target.copy_(new)
             return
-        parts, rows = place.flatten(0, -3), new.detach().flatten(0, -3).contiguous()
+        parts, rows = target.flatten(0, -3), new.detach().flatten(0, -3).contiguous()
         for i in range(len(rows)):
             parts[i].copy_(rows[i], non_blocking=True)
 

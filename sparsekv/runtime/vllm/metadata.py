@@ -202,7 +202,7 @@ class SparseBuilder(AttentionMetadataBuilder):
             matches = self.seats.serve(batch, matches, indices)
         if rows is not None:
             self.seats.other_batch()
-            batch, matches, at = rows_of(batch, matches, rows.to(batch.seq_lens.device, non_blocking=True))
+            batch, matches, tokens = rows_of(batch, matches, rows.to(batch.seq_lens.device, non_blocking=True))
         metadata = self.seats.metadata(batch, matches)
         if not metadata.sparse.is_cuda and not metadata.sparse.any():
             return self._full(common, pieces)
@@ -211,7 +211,7 @@ class SparseBuilder(AttentionMetadataBuilder):
         lengths = common.seq_lens.index_copy(
             0, rows.to(batch.seq_lens.device, non_blocking=True), batch.seq_lens.masked_fill(metadata.sparse, 1))
         return SparseMetadata(self.full.build(0, common), metadata._replace(rest=torch.zeros_like(metadata.rest)),
-                              batch.block_table, at, self._others(common, lengths, pieces), pieces)
+                              batch.block_table, tokens, self._others(common, lengths, pieces), pieces)
 
     def _full(self, common: Any, pieces: Sequence[Piece] = ()) -> SparseMetadata:
         others = self._others(common, common.seq_lens, pieces) if pieces else None

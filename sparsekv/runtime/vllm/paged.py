@@ -87,21 +87,21 @@ class LayerPages:
 
     def encode_in(self, slots: Tensor) -> None:
         """Codes of the keys in slots `[n]`, from the pages."""
-        for at in slots.split(KEYS_AT_ONCE) if slots.numel() else ():
-            self._encode(self.keys_in(at).transpose(0, 1), at)
+        for part in slots.split(KEYS_AT_ONCE) if slots.numel() else ():
+            self._encode(self.keys_in(part).transpose(0, 1), part)
 
     def keys_in(self, slots: Tensor) -> Tensor:
         """The keys in slots `[n]`, `[Hkv, n, d]`."""
-        found = taken(self.keys, slots).to(self.kind)
-        return found if self.scales.key == 1 else found * self.scales.key
+        keys = taken(self.keys, slots).to(self.kind)
+        return keys if self.scales.key == 1 else keys * self.scales.key
 
     def values_in(self, slots: Tensor) -> Tensor:
         """The values in slots `[n]`, as the pages have them, `[Hkv, n, d]`."""
         return taken(self.values, slots).to(self.kind)
 
-    def _encode(self, keys: Tensor, at: Tensor) -> None:
+    def _encode(self, keys: Tensor, slots: Tensor) -> None:
         assert self.codes is not None and self.sketch is not None
-        self.codes.index_copy_(2, at, encode_keys(keys.transpose(0, 1)[None], self.sketch, self.width))
+        self.codes.index_copy_(2, slots, encode_keys(keys.transpose(0, 1)[None], self.sketch, self.width))
 
 
 @dataclass(eq=False)

@@ -39,17 +39,17 @@ def pieces_of(common: Any, reads: SparsePrompts, page: int) -> list[Piece]:
     edges = common.query_start_loc_cpu[:common.num_reqs + 1].tolist()
     known = getattr(common, "seq_lens_cpu_upper_bound", None)
     lengths = (common.seq_lens if known is None else known)[:common.num_reqs].tolist()
-    found = []
+    pieces = []
     for row, length in enumerate(lengths):
         first, last = edges[row:row + 2]
         if last - first < 2 or length < reads.shortest or spans.get(row):
             continue
         begin, end = reads.sparse_part(length, last - first)
         if begin < end:
-            places = torch.arange(length, device=common.seq_lens.device)
-            found.append(Piece(row, first, last, slots_at(common.block_table_tensor[row:row + 1], places[None],
+            positions = torch.arange(length, device=common.seq_lens.device)
+            pieces.append(Piece(row, first, last, slots_at(common.block_table_tensor[row:row + 1], positions[None],
                                                           page)[0]))
-    return found
+    return pieces
 
 
 def without(lengths: Tensor, pieces: Sequence[Piece]) -> Tensor:

@@ -71,10 +71,10 @@ class StepRows(NamedTuple):
 
 def rows_of(batch: StepRows, matches: SeatMatches, rows: Tensor) -> tuple[StepRows, SeatMatches, Tensor]:
     """Take some rows `[n]` of a batch, each of one new token, and where these are among the new tokens, `[n]`."""
-    at = batch.query_start_loc[rows + 1].long() - 1
+    tokens = batch.query_start_loc[rows + 1].long() - 1
     part = StepRows(batch.seq_lens[rows], torch.arange(rows.shape[0] + 1, device=rows.device), batch.block_table[rows],
-                    batch.slot_mapping[at])
-    return part, SeatMatches(*(x[rows] for x in matches)), at
+                    batch.slot_mapping[tokens])
+    return part, SeatMatches(*(x[rows] for x in matches)), tokens
 
 
 class Seats:
@@ -169,9 +169,9 @@ class Seats:
             if not free:
                 self.quiet_until = self.steps + PATIENCE
                 break
-            at = free.pop(0)
-            self._sit(at, batch.block_table[row:row + 1], sizes[row], indices)
-            known[row], seat[row] = True, at
+            own_seat = free.pop(0)
+            self._sit(own_seat, batch.block_table[row:row + 1], sizes[row], indices)
+            known[row], seat[row] = True, own_seat
             self._note(seat[row:row + 1], lengths[row:row + 1], matches.own[row:row + 1])
         return matches._replace(known=known, seat=seat)
 
@@ -189,9 +189,9 @@ class Seats:
         sparse = matches.known & (lengths >= rule.dense_below) & (lengths - tail <= width)
         step = torch.arange(rule.sink_size + width, device=self.device)
         sink = step < rule.sink_size
-        at = torch.where(sink, step, tail[:, None] + step - rule.sink_size)
-        used = sparse[:, None] & (at < torch.where(sink, tail[:, None], lengths[:, None]))
-        anchors = torch.where(used, slots_at(batch.block_table, at, rule.page), -1).int()
+        positions = torch.where(sink, step, tail[:, None] + step - rule.sink_size)
+        used = sparse[:, None] & (positions < torch.where(sink, tail[:, None], lengths[:, None]))
+        anchors = torch.where(used, slots_at(batch.block_table, positions, rule.page), -1).int()
         return DecodeMetadata(sparse, torch.where(sparse, matches.seat, self.count), anchors,
                               (lengths - 1).clamp(min=0), torch.where(sparse, 0, lengths).int(), used.sum(1))
 

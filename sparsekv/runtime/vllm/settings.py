@@ -84,9 +84,9 @@ class ServedModel:
         """The selector that a layer is served with, None: full attention."""
         if layer_idx not in self.layers:
             return None
-        made = for_layer(self.selector, self.router, layer_idx)
-        assert isinstance(made, Router)
-        return made
+        selector = for_layer(self.selector, self.router, layer_idx)
+        assert isinstance(selector, Router)
+        return selector
 
     def maps(self, layer_idx: int) -> PhiLayer | None:
         """The feature maps that complete a layer that decodes sparsely, None: nothing does."""
@@ -125,9 +125,9 @@ def served_model(serving: Serving, shape: ServedShape) -> ServedModel:
 def _check_shape(model: dict[str, Any], shape: ServedShape, what: str) -> None:
     differ = [name for name, value in shape._asdict().items() if model.get(name) != value]
     if differ:
-        made = ", ".join(f"{name} {model.get(name)}" for name in differ)
+        theirs = ", ".join(f"{name} {model.get(name)}" for name in differ)
         here = ", ".join(f"{name} {getattr(shape, name)}" for name in differ)
-        raise SparseKVError(f"{what} was made for a model with {made}; this model has {here}: use the model it was "
+        raise SparseKVError(f"{what} was made for a model with {theirs}; this model has {here}: use the model it was "
                             "made for, or train again for this one")
 
 

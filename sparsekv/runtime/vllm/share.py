@@ -49,13 +49,13 @@ def memory_plan(layers: Sequence[tuple[Router, PhiLayer | None]], longest: int, 
     slot = once = seat = 0
     for selector, maps in layers:
         slot += index.bytes_by_slot(selector)
-        found = [index.bytes_by_seat(selector, index.Room(n, longest), dtype) for n in (0, 1)]
+        by_seats = [index.bytes_by_seat(selector, index.Room(n, longest), dtype) for n in (0, 1)]
         if maps is not None:
             kept = [summaries.bytes_of(maps, n, dtype) for n in (0, 1)]
             once += kept[0][0]
-            found = [a + b for a, (_, b) in zip(found, kept, strict=True)]
-        once += found[0]
-        seat += found[1] - found[0]
+            by_seats = [a + b for a, (_, b) in zip(by_seats, kept, strict=True)]
+        once += by_seats[0]
+        seat += by_seats[1] - by_seats[0]
     return MemoryPlan(slot, once, seat)
 
 
@@ -81,11 +81,11 @@ def count_in(worker: type, counted: Callable[[Any, int], Counted | None]) -> Non
     configuration and that memory, None where no layer decodes sparsely."""
     if "counts_sparsekv_in" in vars(worker) or "determine_available_memory" not in vars(worker):
         return
-    found: Callable[..., int] = vars(worker)["determine_available_memory"]
+    own: Callable[..., int] = vars(worker)["determine_available_memory"]
 
-    @wraps(found)
+    @wraps(own)
     def determine_available_memory(self: Any, *args: Any, **kwargs: Any) -> int:
-        available = found(self, *args, **kwargs)
+        available = own(self, *args, **kwargs)
         left = counted(self.vllm_config, available)
         if left is None:
             return available
