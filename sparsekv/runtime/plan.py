@@ -20,10 +20,11 @@ from sparsekv.core.rope import LayerRope
 from sparsekv.core.step import LayerState, sparse_step
 from sparsekv.kernels import add_sinks, append_token, decode_attention, dense_attention
 from sparsekv.runtime.counters import Counters
-from sparsekv.runtime.hf.cache import GrowingRope, SparseCache
+from sparsekv.runtime.hf.cache import SparseCache
 from sparsekv.runtime.hf.model_pass import Layers
 from sparsekv.runtime.hf.offload import HostView
 from sparsekv.runtime.hf.sliding import SlidingLayer
+from sparsekv.runtime.hf.storage import GrowingRope
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,9 @@ from sparsekv.artifacts.phi import PhiArtifact, PhiArtifactConfig
 from sparsekv.artifacts.router import RouterArtifact, RouterArtifactConfig
 from sparsekv.kernels import QueryModel
 from sparsekv.models.feature_map import FeatureMap, FeatureMaps
-from sparsekv.runtime.hf.cache import GrowingRope, SparseCache
+from sparsekv.runtime.hf.cache import SparseCache
 from sparsekv.runtime.hf.prefix import load_prefix, save_prefix
+from sparsekv.runtime.hf.storage import GrowingRope
 from sparsekv.util.errors import SparseKVError
 
 MODEL: dict[str, Any] = {

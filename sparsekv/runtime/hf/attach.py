@@ -208,6 +208,7 @@ class Attachment:
         check_ids(input_ids, vocabulary_of(self.model))
         check_chunk(chunk_size)
         rows, tokens = input_ids.shape
+        chunks = chunk_size is not None and chunk_size < tokens and depends_on_length(self.model.config)
         cache = roomy_cache(self, rows, tokens, 0) if cache is None else cache
         cache = self._checked(input_ids, attention_mask, cache)
         with attached.passing():
@@ -217,8 +218,9 @@ class Attachment:
             self.counters.passes += 1
             try:
                 self.runner.prefilling, self.runner.whole = True, end
-                with self._tables(end if attention_mask is None else int(attention_mask.sum(-1).max()),
-                                  chunk_size is not None and chunk_size < tokens):
+                # rotary tables of a prompt in chunks are those of one in one piece
+                with contextlib.nullcontext() if not chunks else tables_of_length(
+                        self.model, end if attention_mask is None else int(attention_mask.sum(-1).max())):
                     for part in input_ids.split(min(chunk_size or tokens, tokens), dim=1):
                         past += part.shape[1]
                         mask = None if attention_mask is None else attention_mask[:, :past]
@@ -228,12 +230,6 @@ class Attachment:
             finally:
                 self.runner.prefilling, self.runner.whole = False, 0
         return cache
-
-    def _tables(self, length: int, chunks: bool) -> Any:
-        """Rotary tables of a prompt in chunks, as of one in one piece."""
-        if not chunks or not depends_on_length(self.model.config):
-            return contextlib.nullcontext()
-        return tables_of_length(self.model, length)
 
     @usual_defaults()
     @torch.no_grad()

@@ -11,8 +11,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import flash_attention_mask
 
 from sparsekv.core.rope import find_layout
-from sparsekv.runtime.hf.cache import GrowingRope, SparseCache, SparseLayer
+from sparsekv.runtime.hf.cache import SparseCache, SparseLayer
 from sparsekv.runtime.hf.model_pass import PLANNED
+from sparsekv.runtime.hf.storage import GrowingRope
 from sparsekv.runtime.hf.supported import check_cache
 from sparsekv.runtime.process import NOW, attached_models
 from sparsekv.util.errors import SparseKVError

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from sparsekv.runtime.hf.cache import GrowingRope, SparseCache, SparseLayer
+from sparsekv.runtime.hf.cache import SparseCache, SparseLayer
+from sparsekv.runtime.hf.storage import GrowingRope
 
 
 def allocate(batch: SparseCache, like: SparseCache, rows: int, width: int, room: int, shortest: int) -> None:

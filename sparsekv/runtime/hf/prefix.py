@@ -26,7 +26,8 @@ from sparsekv.artifacts.checks import (
 from sparsekv.artifacts.fingerprint import check_fingerprint
 from sparsekv.artifacts.format import take, write_tensors
 from sparsekv.core.rope import LAYOUTS
-from sparsekv.runtime.hf.cache import GrowingRope, SparseCache, SparseLayer
+from sparsekv.runtime.hf.cache import SparseCache, SparseLayer
+from sparsekv.runtime.hf.storage import GrowingRope
 from sparsekv.util.errors import SparseKVError
 
 FORMAT_VERSION = 3

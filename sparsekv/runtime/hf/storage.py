@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sparsekv.core.layer import take_rows
+from sparsekv.core.rope import Layout, RopeTable
 from sparsekv.util.errors import SparseKVError
 
 
@@ -161,3 +163,60 @@ class StoredLayer:
         """The whole storage of keys and of values, `[B, Hkv, slots, d]`."""
         assert self._keys.data is not None and self._values.data is not None
         return self._keys.data, self._values.data
+
+
+class GrowingRope(RopeTable):
+    """The rotary tables of a cache, one for all layers that rotate alike, grown with it."""
+
+    def __init__(self, layout: Layout, reserve: int = 0):
+        self.layout: Layout = layout
+        self.cos, self.sin = Growing(reserve=reserve), Growing(reserve=reserve)
+
+    def tables(self) -> tuple[Tensor, Tensor]:
+        return self.cos.view, self.sin.view
+
+    def append(self, cos: Tensor, sin: Tensor, length: int) -> None:
+        """Add the tables of new tokens, once: the first layer of a forward pass that gets here adds them."""
+        if self.cos.length != length:
+            return
+        batch = cos.shape[0]
+        for store, new in ((self.cos, cos), (self.sin, sin)):
+            held = store.view.shape[0] if store.length else batch
+            if held < batch:
+                store.replace(store.view.expand(batch, -1, -1))
+                store.shared = True
+            store.append(new.expand(max(held, batch), -1, -1).float())
+
+    @property
+    def length(self) -> int:
+        """Tokens it has tables of."""
+        return self.cos.length
+
+    @property
+    def room(self) -> int:
+        """Tokens that there is room for."""
+        return min(self.cos.room, self.sin.room)
+
+    def whole(self) -> RopeTable:
+        """Return all of the storage, as a replayed step reads it."""
+        assert self.cos.data is not None and self.sin.data is not None
+        return RopeTable(self.layout, self.cos.data, self.sin.data)
+
+    def write(self, cos: Tensor, sin: Tensor, lengths: Tensor) -> None:
+        """The tables `[B, 1, width]` of the last of `lengths [B]` tokens, in their place."""
+        for data, new in zip(self.whole().tables(), (cos, sin), strict=True):
+            data.index_copy_(1, lengths[:1] - 1, new[:data.shape[0]].to(data.dtype))
+
+    def grown_to(self, length: int) -> None:
+        """Tokens up to `length` were written."""
+        self.cos.length = self.sin.length = length
+
+    def fork(self) -> GrowingRope:
+        other = GrowingRope(self.layout)
+        other.cos, other.sin = self.cos.fork(), self.sin.fork()
+        return other
+
+    def take_rows(self, index: Tensor) -> None:
+        for store in (self.cos, self.sin):
+            if store.length and store.view.shape[0] > 1:
+                store.replace(take_rows(store.view, index))
