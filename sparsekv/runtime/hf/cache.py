@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ class SparseLayer(StoredLayer, DynamicLayer):
     attachment that decodes with it (index, completion cache, regions)."""
 
     def __init__(self, reserve: int = 0) -> None:
-        self._keys, self._values = Growing(reserve=reserve), Growing(reserve=reserve)
+        self.stores = Growing(reserve), Growing(reserve)
         super().__init__()
         self.state: LayerState | None = None
         self.recent: Tensor | None = None
@@ -50,7 +50,7 @@ class SparseLayer(StoredLayer, DynamicLayer):
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Store new tokens `[B, Hkv, n, d]`; returns all keys and all values."""
-        return self._keys.append(keys), self._values.append(values)
+        return self.stores[0].append(keys), self.stores[1].append(values)
 
     def get_seq_length(self) -> int:
         return self.stores[0].length
@@ -106,7 +106,7 @@ class SparseLayer(StoredLayer, DynamicLayer):
     def fork(self) -> SparseLayer:
         other = type(self)()
         other.__dict__.update(self.__dict__)
-        other.__dict__.update({name: x.fork() for name, x in self.__dict__.items() if isinstance(x, Growing)})
+        other.stores = tuple(store.fork() for store in self.stores)
         other.state = None if self.state is None else self.state.fork()
         return other
 
@@ -119,41 +119,19 @@ class HostLayer(SparseLayer):
 
     def __init__(self, reserve: int = 0) -> None:
         super().__init__()
-        self._both = Growing(reserve, on_host=True)
-
-    @property
-    def stores(self) -> tuple[Growing, ...]:
-        return (self._both,)
+        self.stores = (Growing(reserve, on_host=True),)
 
     @property
     def both(self) -> Tensor:
         """Keys and values of the tokens so far, `[B, Hkv, n, 2d]`."""
-        return self._both.view
+        return self.stores[0].view
 
-    @property
-    def keys(self) -> Any:
-        return None if self.data is None else self.both.chunk(2, dim=-1)[0]
-
-    @keys.setter
-    def keys(self, value: Any) -> None:
-        """transformers' layers begin with None here."""
-
-    @property
-    def values(self) -> Any:
-        return None if self.data is None else self.both.chunk(2, dim=-1)[1]
-
-    @values.setter
-    def values(self, value: Any) -> None:
-        """transformers' layers begin with None here."""
-
-    @property
-    def whole(self) -> tuple[Tensor, Tensor]:
-        keys, values = self.data.chunk(2, dim=-1)
-        return keys, values
+    def split(self, tensors: Sequence[Any]) -> Sequence[Any]:
+        return tensors[0].chunk(2, dim=-1)
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         past, new = self.get_seq_length(), torch.cat([keys, values], dim=-1)
-        self._both.append(new)
+        self.stores[0].append(new)
         if self.state is not None and isinstance(self.state.view, HostView):
             self.state.view.near.append(new, past)
         return (self.keys, self.values) if past else (keys, values)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -121,13 +122,8 @@ class StoredLayer:
     """Keys and values `[B, Hkv, n, d]` of a layer of a cache in storage of ours, by the names that transformers' layers
     have; None before the first token."""
 
-    _keys: Growing
-    _values: Growing
-
-    @property
-    def stores(self) -> tuple[Growing, ...]:
-        """The tensors that a token is kept in."""
-        return self._keys, self._values
+    stores: tuple[Growing, ...]
+    """The tensors that a token is kept in."""
 
     @property
     def room(self) -> int:
@@ -139,30 +135,33 @@ class StoredLayer:
         """The first tensor of the storage, which stands for all: another one means that all of it was moved."""
         return self.stores[0].data
 
+    def split(self, tensors: Sequence[Any]) -> Sequence[Any]:
+        """Keys and values of tensors of the storage."""
+        return tensors
+
     @property
     def keys(self) -> Any:
-        return None if self._keys.data is None else self._keys.view
+        return None if self.data is None else self.split([store.view for store in self.stores])[0]
 
     @keys.setter
     def keys(self, value: Any) -> None:
-        self._put(self._keys, value)
+        self.set_store(0, value)
 
     @property
     def values(self) -> Any:
-        return None if self._values.data is None else self._values.view
+        return None if self.data is None else self.split([store.view for store in self.stores])[1]
 
     @values.setter
     def values(self, value: Any) -> None:
-        self._put(self._values, value)
+        self.set_store(1, value)
 
-    def _put(self, store: Any, value: Any) -> None:
-        """transformers' layers begin with None here."""
+    def set_store(self, index: int, value: Any) -> None:
+        """Set keys (0) or values (1) from outside: transformers' layers begin with None."""
 
     @property
-    def whole(self) -> tuple[Tensor, Tensor]:
+    def whole(self) -> Sequence[Any]:
         """The whole storage of keys and of values, `[B, Hkv, slots, d]`."""
-        assert self._keys.data is not None and self._values.data is not None
-        return self._keys.data, self._values.data
+        return self.split([store.data for store in self.stores])
 
 
 class GrowingRope(RopeTable):
