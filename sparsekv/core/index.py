@@ -1,4 +1,4 @@
-"""The index of a layer's keys: buckets of the mid region and codes of all tokens; built, extended, queried here only.
+"""The index of a layer's keys: buckets of the mid region and codes of all tokens; built and extended here only.
 
 Keys may lie anywhere (`core/layer.py: CacheLayer`): they are asked for by their places in a request, and tokens are
 listed by the numbers that the storage reads them by.
@@ -20,9 +20,7 @@ from sparsekv.core.regions import Regions
 from sparsekv.core.sketch import code_size, fit_queries, fit_sketch, second_moment
 from sparsekv.kernels import (
     BucketMeans,
-    Candidates,
     QueryModel,
-    RouterScores,
     Sketch,
     assign_buckets,
     bucket_sums,
@@ -30,8 +28,6 @@ from sparsekv.kernels import (
     extend_index,
     half_variance,
     round_means,
-    route_tokens,
-    sketch_tokens,
     square_sums,
 )
 
@@ -96,23 +92,6 @@ class Buckets(NamedTuple):
         """The bucket means as scores."""
         assert self.means is not None and self.steps is not None and self.spread is not None
         return BucketMeans(self.means, self.steps, scale, self.spread)
-
-
-class Index(NamedTuple):
-    """The index of B requests, read by a choice: buckets, and the query model that scores them (None: their means do);
-    codes by number, and their sketch with `queries` by request; budget and pool `[B]` int64, tokens to read and
-    candidates to score, and the largest of each. Without codes buckets choose alone; without buckets every token of the
-    mid region is a candidate, from `first [B]` int64 on."""
-
-    buckets: Buckets | None
-    weights: QueryModel | None
-    codes: Tensor | None
-    sketch: Sketch | None
-    budget: Tensor
-    pool: Tensor
-    widest: int
-    widest_pool: int
-    first: Tensor | None = None
 
 
 def make_buckets(keys: CacheLayer, trained: RouterLayer, *, by_means: bool, moves: Moves | None) -> Buckets:
@@ -285,36 +264,3 @@ def recent_moment(keys: CacheLayer) -> Tensor | None:
         return None
     positions = torch.arange(keys.recent_end - recent.shape[2], keys.recent_end, device=recent.device)
     return second_moment(recent, keys.num_kv_heads, positions >= keys.regions.starts[:, None])
-
-
-def chosen_tokens(
-    index: Index, q: Tensor, asking: Tensor, scale: float, *, budget: Tensor, pool: Tensor, seats: Tensor | None = None,
-    first: Tensor | None = None, last: Tensor | None = None,
-) -> Tensor:
-    """The tokens that the budget buys, by number: `[Q, Hkv, widest]` int32 padded with -1.
-
-    q `[Q, Hq, d]` with RoPE, asking: the same in the space of the scores. budget, pool: of every query `[Q]`; with
-    seats `[Q]` int64, the rows of the index that are the queries', of every row of it. first, last `[Q]`: the mid
-    region of every query, where there are no buckets to list it.
-    """
-    buckets = index.buckets
-    if index.codes is None or index.sketch is None:
-        assert buckets is not None
-        return route_tokens(asking, _scores(index, buckets, scale), _order(buckets, q, seats), buckets.offsets, budget,
-                            index.widest, seats)
-    candidates, where = None, {"first": first, "last": last}
-    if buckets is not None:
-        where = {}
-        candidates = Candidates(asking, _scores(index, buckets, scale), _order(buckets, q, seats), buckets.offsets,
-                                pool, index.widest_pool, seats)
-    codes = index.codes if seats is None else index.codes.expand(q.shape[0], -1, -1, -1)
-    return sketch_tokens(q, index.sketch, codes, scale, budget, index.widest, candidates, **where)
-
-
-def _scores(index: Index, buckets: Buckets, scale: float) -> RouterScores:
-    return buckets.scores(scale) if index.weights is None else index.weights
-
-
-def _order(buckets: Buckets, q: Tensor, seats: Tensor | None) -> Tensor:
-    """The lists of the queries' rows; with seats one list for all of them."""
-    return buckets.order if seats is None else buckets.order.expand(q.shape[0], -1, -1)

@@ -399,6 +399,14 @@ class RowState:
         for name in self.row_state:
             setattr(self, name, take_rows(getattr(self, name), index))
 
+    def remake(self, rows: Tensor, names: Sequence[str], make: Callable[[], None]) -> None:
+        """Make the state of these attributes anew in the rows `[B]` alone: rows are independent of the batch."""
+        kept = {name: getattr(self, name) for name in names}
+        make()
+        if not bool(rows.all()):
+            for name, value in kept.items():
+                setattr(self, name, choose_rows(rows, getattr(self, name), value))
+
     def prepare(self, view: Any) -> None:
         """Called before `build` and `extend`."""
 

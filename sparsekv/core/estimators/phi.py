@@ -13,7 +13,6 @@ from sparsekv.core.layer import (
     CacheLayer,
     Queries,
     Selection,
-    choose_rows,
     heads_joined,
     take_rows,
 )
@@ -158,12 +157,8 @@ class PhiEstimator(Estimator):
         doubled = None if self.built_size is None else view.regions.mid_sizes > 2 * self.built_size
         if doubled is None or not bool(doubled.all()):
             self._extend(view, old)
-        if doubled is not None and bool(doubled.any()):  # of those rows alone: rows are independent of the batch
-            kept = {name: getattr(self, name) for name in self.row_state}
-            self.build(view)
-            if not bool(doubled.all()):
-                for name, value in kept.items():
-                    setattr(self, name, choose_rows(doubled, getattr(self, name), value))
+        if doubled is not None and bool(doubled.any()):
+            self.remake(doubled, self.row_state, lambda: self.build(view))
 
     def _extend(self, view: CacheLayer, old: Regions) -> None:
         """The tokens that joined, with the mean key of when the cache was built."""

@@ -9,11 +9,11 @@ from typing import Any, ClassVar, Self
 from torch import Tensor
 
 from sparsekv.core.buckets import ALONE, BEFORE_CODES, Moves
-from sparsekv.core.index import Buckets, Index, RouterLayer, chosen_tokens, grow_buckets, make_buckets
+from sparsekv.core.index import Buckets, RouterLayer, grow_buckets, make_buckets
 from sparsekv.core.layer import CacheLayer, Queries, Selection, heads_joined
 from sparsekv.core.regions import Regions
 from sparsekv.core.selectors.base import Selector, Spends
-from sparsekv.kernels import QueryModel, route
+from sparsekv.kernels import Candidates, QueryModel, RouterScores, route, route_tokens
 from sparsekv.util.config import option
 from sparsekv.util.errors import SparseKVError, check_choice
 
@@ -109,8 +109,7 @@ class Router(Selector):
             return Selection(tokens=self._chosen(view, queries))
         assert self.buckets is not None
         counts = self.buckets.counts
-        scores = self.buckets.scores(view.scale) if self.weights is None else self.weights
-        chosen = route(self._asking(queries), scores, counts, min(self.probes, counts.shape[-1]))
+        chosen = route(self._asking(queries), self._scores(view), counts, min(self.probes, counts.shape[-1]))
         return Selection(buckets=chosen, order=self.buckets.order, offsets=self.buckets.offsets)
 
     @property
@@ -129,19 +128,22 @@ class Router(Selector):
         assert self.buckets is not None
         return self.buckets.counts
 
-    @property
-    def index(self) -> Index:
-        """The index that `select` reads."""
-        return Index(self.buckets, self.weights, None, None, self.budget, self.budget, self.widest, self.widest)
-
     def _chosen(self, view: CacheLayer, queries: Queries) -> Tensor:
-        """The tokens that the budget buys, `[Q, Hkv, widest]`."""
-        index = self.index
-        where = {} if index.buckets is not None or index.first is None else {
-            "first": queries.per_query(index.first), "last": queries.per_query(view.regions.mid_last)}
-        return chosen_tokens(
-            index, queries.folded, self._asking(queries), view.scale, budget=queries.per_query(index.budget),
-            pool=queries.per_query(index.pool), seats=queries.seats, **where)
+        """List the tokens that the budget buys, by number: `[Q, Hkv, widest]` int32 padded with -1."""
+        return route_tokens(*self._routed(view, queries, self.budget, self.widest))
+
+    def _routed(self, view: CacheLayer, queries: Queries, budget: Tensor, widest: int) -> Candidates:
+        """The tokens of the best buckets for a budget, by row, as the kernels list them."""
+        assert self.buckets is not None
+        order = self.buckets.order  # by seat one list for all queries
+        order = order if queries.seats is None else order.expand(len(queries.lengths), -1, -1)
+        return Candidates(self._asking(queries), self._scores(view), order, self.buckets.offsets,
+                          queries.per_query(budget), widest, queries.seats)
+
+    def _scores(self, view: CacheLayer) -> RouterScores:
+        """The query model, or the bucket means as scores."""
+        assert self.buckets is not None
+        return self.buckets.scores(view.scale) if self.weights is None else self.weights
 
     def _asking(self, queries: Queries) -> Tensor:
         """The queries in the space of the scores, `[Q, Hq, d]`."""

@@ -146,11 +146,10 @@ class LayerIndex:
                     listed._replace(order=None, offsets=None), copied)
         if selector.buckets is not None:
             selector.buckets = rows._replace(order=listed_to, offsets=listed.offsets)
+        copied.append((self.spent[0, seat], selector.budget[0]))
         if whole.codes is not None:
             selector.codes = whole.codes
-            copied.append((whole.side[seat], selector.sketch.queries[0]))
-        index = selector.index
-        copied += [(self.spent[0, seat], index.budget[0]), (self.spent[1, seat], index.pool[0])]
+            copied += [(whole.side[seat], selector.sketch.queries[0]), (self.spent[1, seat], selector.pool[0])]
         if self.completes is not None and summary is not None:
             copied.append((self.completes.layer.offset[seat], summary.layer.offset.reshape(-1)))
             for name in summary.row_state:
