@@ -29,14 +29,12 @@ def logits_of(case: str, completion: str, placement: str, *, planned: bool) -> t
             model, selector=name, completion=completion, phi=phi, dense_below=0, placement=placement, **SIZES,
             run=RunOptions(replays=planned), **({"router": router} if SELECTORS[name].is_trained() else {}),
             **options) as attachment:
-        cache = attachment.prefill(ids[:, :PROMPT], attention_mask=mask[:, :PROMPT])
-        first = cache.layers[1].state
+        cache = attachment.prefill(ids[:, :PROMPT], mask[:, :PROMPT], cache=attachment.cache(PROMPT + STEPS))
         found = [model(ids[:, t:t + 1], attention_mask=mask[:, :t + 1], past_key_values=cache).logits
                  for t in range(PROMPT, PROMPT + STEPS)]
         report = attachment.report()
-    print(report["not_replayed"], report["replayed_steps"], first)
     assert report["replayed_steps"] == (STEPS if planned else 0), report["not_replayed"]
-    assert cache.layers[1].state.view.regions.tail_starts[0] > PROMPT, "the border has moved"
+    assert cache.layers[1].state.view.regions.tail_starts[0] > PROMPT, "the border has not moved"
     return torch.cat(found, dim=1)
 
 
@@ -44,8 +42,8 @@ def logits_of(case: str, completion: str, placement: str, *, planned: bool) -> t
 @pytest.mark.parametrize("completion", [name for name in COMPLETIONS if name != "uniform"])
 @pytest.mark.parametrize("case", PLANNED)
 def test_a_planned_step_is_the_same_layer_by_layer(case: str, completion: str, placement: str) -> None:
-    if placement == "offload" and SELECTORS[PLANNED[case][0]].scores_keys:
-        pytest.skip("the selector reads keys")
+    if placement == "offload" and (SELECTORS[PLANNED[case][0]].scores_keys or "probes" in case):
+        pytest.skip("keys in CPU memory are not scored, and whole buckets are counted on the host")
     by_plan, by_layer = (logits_of(case, completion, placement, planned=planned) for planned in (True, False))
-    print((by_plan - by_layer).abs().max(), by_layer.abs().max())
+    print("APART", case, completion, placement, float((by_plan - by_layer).abs().max()), float(by_layer.abs().max()))
     torch.testing.assert_close(by_plan, by_layer, rtol=0, atol=1e-12)
