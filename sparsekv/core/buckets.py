@@ -36,12 +36,18 @@ def spherical_kmeans(
     keys: Tensor, num_buckets: int, *, iterations: int = 10, seed: int = 0,
     advance: Callable[[int], None] | None = None,
 ) -> Tensor:
-    """Spherical k-means, every head on its own: keys `[H, n, d]` -> unit centroids `[H, C, d]`, float32 at least
-    (Saap §4).
+    """Cluster keys by spherical k-means, every head on its own (Saap §4).
 
     Assignment is by largest inner product, the start random keys. At most `POINTS_PER_CENTROID · C` keys a head are
     used; with fewer keys than buckets keys are repeated; a bucket that is left empty restarts at a key served worst.
-    `advance` is called once an iteration.
+
+    Args:
+        keys: `[H, n, d]`.
+        num_buckets: C.
+        advance: called once an iteration.
+
+    Returns:
+        Unit centroids `[H, C, d]`, float32 at least.
     """
     heads, count, dim = keys.shape
     generator = torch.Generator().manual_seed(seed)
@@ -72,11 +78,17 @@ def moved(keys: Tensor, centroids: Tensor, used: Tensor | None = None) -> Tensor
 def fit_buckets(
     keys: Tensor, centroids: Tensor, used: Tensor, some: tuple[Tensor, Tensor] | None = None, moves: Moves = ALONE,
 ) -> tuple[Tensor, Tensor]:
-    """Trained buckets move to a request's keys: iterations of spherical k-means on some of them, evenly spaced.
+    """Move trained buckets to a request's keys: iterations of spherical k-means on some of them (this project's own).
 
-    keys `[H, n, d]`, unit centroids `[H, C, d]`, used `[H, n]` -> unit centroids `[H, C, d]` in the keys' dtype, and
-    the bucket of every key `[H, n]` int32. No bucket is empty while there are keys. some: the keys that are iterated on
-    `[H, m, d]`, and which of them are used `[H, m]`; without it evenly spaced ones. This project's own.
+    Args:
+        keys: `[H, n, d]`.
+        centroids: `[H, C, d]`, of unit length.
+        used: `[H, n]` bool.
+        some: the keys that are iterated on `[H, m, d]`, and which of them are used `[H, m]`; None: evenly spaced ones.
+
+    Returns:
+        Unit centroids `[H, C, d]` in the keys' dtype, and the bucket of every key `[H, n]` int32. No bucket is empty
+        while there are keys.
     """
     centroids = centroids.to(keys.dtype)
     if some is None:

@@ -95,8 +95,15 @@ class Buckets(NamedTuple):
 
 
 def make_buckets(keys: CacheLayer, trained: RouterLayer, *, by_means: bool, moves: Moves | None) -> Buckets:
-    """Buckets of the mid region. by_means: bucket means are the scores; moves: how trained buckets move to these keys,
-    and none stays empty (`core.buckets.fit_buckets`); None: they stay."""
+    """Make the buckets of the mid region.
+
+    Args:
+        keys: the layer.
+        trained: its router.
+        by_means: bucket means are the scores.
+        moves: the move of trained buckets to these keys, after which none is empty (`core.buckets.fit_buckets`); None:
+            they stay.
+    """
     regions, heads = keys.regions, keys.num_kv_heads
     spaced = spaced_by(regions, partial((moves or ALONE).stride, buckets=trained.centroids.shape[-2]))
     end, rows = spaced.end, regions.starts.shape[0]
@@ -227,8 +234,17 @@ def fit_stride(tokens: Any) -> Any:
 
 
 def fit_basis(keys: CacheLayer, fixed: Sketch, width: int, *, always: bool = False) -> Sketch | None:
-    """The basis of these requests, from their keys and their prompts' last queries, with codes of the size that the
-    artifact's `fixed` has; None where no such query is known, or, with `always`, one for queries of any direction."""
+    """Fit a sketch to these requests: their keys and their prompts' last queries.
+
+    Args:
+        keys: the layer.
+        fixed: the artifact's sketch, whose size of a code is kept.
+        width: of a code [bytes].
+        always: where no last query is known, fit one for queries of any direction.
+
+    Returns:
+        The sketch, with the batch in front; None where no query is known and `always` is off.
+    """
     moment = recent_moment(keys)
     if moment is None:
         if not always:

@@ -64,8 +64,9 @@ class Request(NamedTuple):
 
 
 def requests(window: Window, count: int, *, span: int = 64, first: float = 1 / 3) -> Iterator[Request]:
-    """`count` requests of a window: prefills that end at captured positions evenly spaced over those past the share
-    `first`, each followed by the captured queries less than `span` tokens on (at least one; 1: that one alone)."""
+    """Make `count` requests of a window: prefills that end at captured positions evenly spaced over those past the
+    share `first`, each followed by the captured queries less than `span` tokens on (at least one; 1: that one alone).
+    """
     positions = window.positions
     low = int(first * len(positions))
     starts = torch.linspace(low, len(positions) - 1, min(count, len(positions) - low)).long().tolist()

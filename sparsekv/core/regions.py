@@ -158,12 +158,22 @@ def tokens_of_budget(
     budget: int | float | None, regions: Regions, *, accounting: str = "retrieved", completion_tokens: float = 0.0,
     clamped: bool = True,
 ) -> Tensor:
-    """Mid tokens to retrieve for each row, `[B]` int64, never more than there are unless `clamped` is off (completion
-    paper, appendix D).
+    """Compute the mid tokens to retrieve for each row (completion paper, appendix D).
 
-    `retrieved`: an int as it is, a share `⌈ρN⌉`, on top of the anchors. `worst_case` and `amortised`: the budget (int,
-    or ρN) also pays for the anchors and for the completion's cache, `⌈ρN − |A| − cache⌉`, the cache spread over
-    `AMORTISE_OVER` tokens in the latter. Raises SparseKVError when that leaves less than nothing.
+    Args:
+        budget: tokens (int) or a share ρ of the context (float); None: none.
+        regions: of B rows.
+        accounting: `retrieved`: an int as it is, a share `⌈ρN⌉`, on top of the anchors. `worst_case` and `amortised`:
+            the budget (int, or ρN) also pays for the anchors and for the completion's cache, `⌈ρN − |A| − cache⌉`, the
+            cache spread over `AMORTISE_OVER` tokens in the latter.
+        completion_tokens: size of the completion's cache [tokens].
+        clamped: never more than there are.
+
+    Returns:
+        `[B]` int64 [tokens].
+
+    Raises:
+        SparseKVError: the budget pays for less than nothing.
     """
     context = regions.context
     if budget is None:

@@ -38,11 +38,16 @@ class Parts(NamedTuple):
 
 
 def sparse_step(view: CacheLayer, queries: Queries, selector: Selector, estimator: Estimator | None) -> Step:
-    """A decode step of one layer: exact attention to what is selected and to the anchors, completed with an estimate of
-    the rest, normalised once (completion paper §4.4, §4.5). Waits for no device unless the selector does.
+    """Take a decode step of one layer: exact attention to what is selected and to the anchors, completed with an
+    estimate of the rest, normalised once (completion paper §4.4, §4.5). Waits for no device unless the selector does.
 
-    view: keys and values of the layer, wherever they lie; selector, estimator: built over it, their rows those of the
-    queries, or by seat. Returns out `[B, Hq, T, d]`, lse `[Q, Hq]` and the selection.
+    Args:
+        view: keys and values of the layer, wherever they lie.
+        queries: T of every row.
+        selector, estimator: built over the view, their rows those of the queries, or by seat.
+
+    Returns:
+        out `[B, Hq, T, d]`, lse `[Q, Hq]` and the selection.
     """
     completion = anchored = rest = None
     if estimator is not None and estimator.in_kernel:
@@ -181,7 +186,7 @@ def build(view: CacheLayer, selector: Selector, estimator: Estimator | None) -> 
 def build_layers(
     views: Sequence[CacheLayer], selectors: Sequence[Selector], estimators: Sequence[Estimator | None],
 ) -> None:
-    """Build several layers, at once where they are alike (`core/stacked.py`)."""
+    """Build selectors and estimators over several layers, at once where they are alike (`core/stacked.py`)."""
     completed = [(view, e) for view, e in zip(views, estimators, strict=True) if e is not None]
     stacked.build_alike([view for view, _ in completed], [e for _, e in completed], stacked.SUMMED_BYTES)
     for view, one in completed:
@@ -193,7 +198,7 @@ def build_layers(
 
 
 def grow(view: CacheLayer, old: Regions, selector: Selector, estimator: Estimator | None) -> None:
-    """The mid region has grown from `old` to that of the view: so do state and estimate."""
+    """Take the tokens in that joined the mid region, which was `old`: into the selector's state and the estimate."""
     selector.prepare(view)
     selector.extend(view, old)
     if estimator is not None:

@@ -87,9 +87,15 @@ def dense_rule(
     given: int | None, *, on_host: bool = False, times: Times | None = None, name: str = "", token_bytes: int = 0,
     device: str = "cuda",
 ) -> DenseRule:
-    """Choose between full and sparse attention, by the first of these that is known: a length that was given [tokens],
-    keys on the host, times of this device; else by what was measured elsewhere. name: the method that was timed.
-    token_bytes: a token's keys and values in a layer. device: its type."""
+    """Choose between full and sparse attention, by the first of these that is known.
+
+    Args:
+        given: a length [tokens].
+        on_host: keys lie in CPU memory.
+        times: of this device; name: the method that was timed.
+        token_bytes: a token's keys and values in a layer; device: its type. By these, where nothing else is known, what
+            was measured elsewhere.
+    """
     if given is not None:
         return DenseRule(given, 0, f"dense_below={given} was given")
     if on_host:

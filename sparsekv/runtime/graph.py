@@ -18,8 +18,16 @@ PACKAGES = ("torch", "triton", "transformers", "transformers_modules", "sparsekv
 
 
 def take_step(plan: Plan, ids: Tensor, positions: Tensor | None) -> Tensor:
-    """One token of every row: ids, positions `[B, 1]`, None: the next of the cache. Returns logits `[B, 1, V]`,
-    overwritten by the next step. On a CUDA device a plan is captured once nothing is moved between its steps."""
+    """Take a step of one token of every row. On a CUDA device a plan is captured once nothing is moved between steps.
+
+    Args:
+        plan: of all layers.
+        ids: `[B, 1]`.
+        positions: `[B, 1]`; None: the next of the cache.
+
+    Returns:
+        Logits `[B, 1, V]`, overwritten by the next step.
+    """
     plan.begin(ids, positions)
     if plan.graph is not None:
         plan.graph.replay()

@@ -18,12 +18,12 @@ from sparsekv.artifacts.hub.rotary import border_of, depends_on_length, tables_o
 from sparsekv.core.prefill import SparsePrompts
 from sparsekv.runtime.break_even import NEVER
 from sparsekv.runtime.config import SparseConfig
-from sparsekv.runtime.counters import Counters
+from sparsekv.runtime.counters import NOTHING_RAN, PROMPTS_ALONE, Counters
 from sparsekv.runtime.decoding import Decoding, make_decoding
 from sparsekv.runtime.hf.attached import enter, leave, model_of
 from sparsekv.runtime.hf.cache import SparseCache, SparseLayer
 from sparsekv.runtime.hf.generate_hook import roomy_cache
-from sparsekv.runtime.hf.loop import decode_loop
+from sparsekv.runtime.hf.loop import decode_loop, step_across
 from sparsekv.runtime.hf.prefix import load_prefix, save_prefix
 from sparsekv.runtime.hf.prompts import (
     check_cache_rows,
@@ -42,8 +42,6 @@ from sparsekv.runtime.process import usual_defaults
 from sparsekv.util.config import whole
 from sparsekv.util.errors import SparseKVError
 
-NOTHING_RAN = "no pass of this model ran while it was attached"
-PROMPTS_ALONE = "prompts were read, and no token decoded after them"
 __all__ = ["Attachment", "RunOptions", "SparseConfig", "SparsePrompts", "attach", "writing"]
 
 
@@ -54,17 +52,20 @@ def attach(
 ) -> Attachment:
     """Attach sparse decoding to a causal language model; use as `with sparsekv.attach(model, ...) as attachment:`.
 
-    - artifacts: what one training made: a folder with `router/`, `phi/` or both, or one artifact; or, where nothing
-      lies at that path, the name of one that ships (`smollm2-135m`), or its name on the Hugging Face hub, `user/name`
-      or `user/name@revision`.
-    - config: a `SparseConfig`, or a settings file with some of its fields.
-    - overrides: fields of `SparseConfig`, such as token_budget, in place of the config's; other names are options of
-      the selector.
-    - run: how steps are run (`RunOptions`).
-    - all_bits: compare all bits of the model's weights with those that the artifacts were made for, and not a sample of
-      64 values a weight; one read of the weights.
+    Args:
+        model: a transformers model, or one in a wrapper such as PEFT's.
+        artifacts: what one training made: a folder with `router/`, `phi/` or both, or one artifact; or, where nothing
+            lies at that path, the name of one that ships (`smollm2-135m`), or its name on the Hugging Face hub,
+            `user/name` or `user/name@revision`.
+        config: a `SparseConfig`, or a settings file with some of its fields.
+        run: how steps are run (`RunOptions`).
+        all_bits: compare all bits of the model's weights with those that the artifacts were made for, and not a sample
+            of 64 values a weight; one read of the weights.
+        overrides: fields of `SparseConfig`, such as token_budget, in place of the config's; other names are options of
+            the selector.
 
-    Raises SparseKVError for a model, artifact or option that cannot work, before anything is changed.
+    Raises:
+        SparseKVError: a model, artifact or option that cannot work, before anything is changed.
     """
     if run is not None and not isinstance(run, RunOptions):
         raise SparseKVError(f"run says how steps are run by a RunOptions, found {type(run).__name__}")
@@ -132,7 +133,7 @@ class Attachment:
             self._leave()  # an interrupt leaves it half done
             raise
         asked = kind is None and self.decoding.selector.name != "dense"
-        if asked and (reason := self.not_in_force()) not in (None, NOTHING_RAN, PROMPTS_ALONE):
+        if asked and (reason := self.counters.not_in_force(self.decoding)) not in (None, NOTHING_RAN, PROMPTS_ALONE):
             warnings.warn(f"nothing decoded sparsely: {reason}", stacklevel=2)
 
     def _leave(self) -> None:
@@ -153,36 +154,23 @@ class Attachment:
         for a prompt, on the GPU (`gpu_bytes`) and in CPU memory (`host_bytes`)."""
         rule = self.decoding.rule
         known = None if rule is None or rule.shortest == NEVER else rule.shortest
-        why = self.not_in_force()
+        why = self.counters.not_in_force(self.decoding)
         return {"in_force": why is None, "not_in_force": why, **self.counters.report(), "sparse_from": known,
                 "sparse_why": self.decoding.why(), "kv_places": self.kv_places}
 
     def check_in_force(self, what: str) -> None:
         """Raises SparseKVError where nothing was sparse, though something was asked for: what was measured would be
         full attention's under another name."""
-        if self.decoding.selector.name != "dense" and (reason := self.not_in_force()) is not None:
+        if self.decoding.selector.name != "dense" and (reason := self.counters.not_in_force(self.decoding)) is not None:
             raise SparseKVError(f"{what} was not in force: {reason}; its numbers would be those of full attention")
-
-    def not_in_force(self) -> str | None:
-        """Say why nothing was decoded sparsely so far; None where something was."""
-        counted = self.counters
-        if any(counted.sparse_calls.values()) or counted.sparse_prompts:
-            return None
-        if self.decoding.first_sparse is None:
-            return "no layer decodes sparsely with these options"
-        if any(counted.dense_calls.values()):
-            return f"caches were too short ({self.decoding.why()}); dense_below=0 decodes all sparsely"
-        if counted.chunks:
-            return ("tokens after a prompt came several at a time, which are read as prompts are; give run=RunOptions("
-                    "sparse_chunks=True)")
-        if counted.uncached:
-            return "passes kept no cache (use_cache=False, or gradient checkpointing)"
-        return PROMPTS_ALONE if counted.passes else NOTHING_RAN
 
     def spend(self, token_budget: int | float, cache: SparseCache) -> None:
         """Decode with another budget from here on. What was built over the prompt in the cache stays where it does not
-        depend on the budget (router, sketch, topk, quest), and the report begins anew. Raises SparseKVError for a
-        budget that is none."""
+        depend on the budget (router, sketch, topk, quest), and the report begins anew.
+
+        Raises:
+            SparseKVError: a budget that is none.
+        """
         self.decoding.spend(token_budget)
         self.counters.clear()
         cache.plan = None
@@ -201,9 +189,20 @@ class Attachment:
     @torch.no_grad()
     def prefill(self, input_ids: Tensor, attention_mask: Tensor | None = None, *, chunk_size: int | None = None,
                 cache: SparseCache | None = None) -> SparseCache:
-        """Run the prompt, the last token included, in chunks of `chunk_size` tokens, and return its cache. It is read
-        as `prefill` of `attach` says, or by a selector that reads prompts. attention_mask: of what the cache holds and
-        the prompt. Raises SparseKVError for ids, masks and chunks that are none."""
+        """Run the prompt, the last token included, as `prefill` of `attach` says, or by a selector that reads prompts.
+
+        Args:
+            input_ids: `[B, N]`.
+            attention_mask: of what the cache holds and the prompt, 1 = a token.
+            chunk_size: tokens that are read at once; None: all.
+            cache: of an earlier turn.
+
+        Returns:
+            The cache.
+
+        Raises:
+            SparseKVError: ids, masks and chunks that are none.
+        """
         attached = model_of(self)
         check_ids(input_ids, vocabulary_of(self.model))
         check_chunk(chunk_size)
@@ -238,13 +237,22 @@ class Attachment:
         temperature: float = 0.0, eos_token_id: int | Sequence[int] | None = None, pad_token_id: int | None = None,
         seed: int | None = None, streamer: Any = None, cache: SparseCache | None = None,
     ) -> Tensor:
-        """Prompt and answer, `[B, N + n]`, as `model.generate` gives them, by a loop that costs the host next to
-        nothing a token.
+        """Answer a prompt as `model.generate` does, by a loop that costs the host next to nothing per token.
 
-        temperature: 0 takes the likeliest token, above it samples, by `seed` if given. eos_token_id, pad_token_id:
-        without them the model's; rows that have ended are padded. streamer: as transformers' (`put`, `end`). cache: of
-        an earlier turn (input_ids are then the tokens after it, attention_mask covers both). Raises SparseKVError for
-        arguments that no answer can be made of, and where the device has too little memory for prompt and answer.
+        Args:
+            input_ids: `[B, N]`; with a cache the tokens after it.
+            attention_mask: 1 = a token; with a cache of both.
+            max_new_tokens: the longest answer [tokens].
+            temperature: 0 takes the likeliest token, above it samples, by `seed` if given.
+            eos_token_id, pad_token_id: without them the model's; rows that have ended are padded.
+            streamer: as transformers' (`put`, `end`).
+            cache: of an earlier turn.
+
+        Returns:
+            Prompt and answer, `[B, N + n]`.
+
+        Raises:
+            SparseKVError: arguments that no answer can be made of, or too little memory for prompt and answer.
         """
         vocabulary = vocabulary_of(self.model)
         check_ids(input_ids, vocabulary)
@@ -252,7 +260,9 @@ class Attachment:
         rows, tokens = input_ids.shape
         cache = roomy_cache(self, rows, tokens, max_new_tokens) if cache is None else cache
         self._checked(input_ids, attention_mask, cache, ends=True)
-        step = self._step if border_of(self.model.config) is None else self._across(input_ids, cache, max_new_tokens)
+        border = border_of(self.model.config)
+        step = self._step if border is None else step_across(
+            border, self._step, self._logits, input_ids, cache, max_new_tokens)
         cache.prompt = cache.get_seq_length() + tokens if max_new_tokens > 1 else 0
         config = self.model.generation_config
         eos = end_tokens(config.eos_token_id if eos_token_id is None else eos_token_id)
@@ -260,26 +270,6 @@ class Attachment:
         fill = pad_token((eos or [0])[0] if pad is None else pad, rows, vocabulary)
         return decode_loop(self._logits, step, cache, input_ids, attention_mask, max_new_tokens=max_new_tokens,
                            temperature=temperature, eos=eos, fill=fill, seed=seed, streamer=streamer)
-
-    def _across(self, ids: Tensor, cache: SparseCache, new: int) -> Any:
-        """A step of an answer that may cross the length past which the model rotates by other factors: there all tokens
-        so far are read anew, as transformers does. Raises SparseKVError where an earlier turn's are not known."""
-        border, held, parts = border_of(self.model.config) or 0, cache.get_seq_length(), [ids]
-        if 0 < held <= border < held + ids.shape[1] + new - 1:
-            raise SparseKVError(f"the cache holds {held} tokens rotated as of a text of up to {border}, and with "
-                                f"{ids.shape[1]} more and an answer of {new} the model rotates otherwise (longrope); "
-                                "give the whole text in a new cache, or a shorter max_new_tokens")
-
-        def step(token: Tensor, mask: Tensor | None, position: Tensor | None, cache: SparseCache) -> Tensor:
-            parts.append(token)
-            if held or cache.get_seq_length() != border:
-                return self._step(token, mask, position, cache)
-            cache.reset()
-            cache.prompt = border + 1
-            positions = None if mask is None else positions_of(mask)
-            return self._logits(torch.cat(parts, dim=1), mask, positions, cache)
-
-        return step
 
     def _checked(self, ids: Tensor, mask: Tensor | None, cache: Any, *, ends: bool = False) -> SparseCache:
         """The cache, where it and the mask are of these rows. Raises SparseKVError."""
@@ -290,8 +280,14 @@ class Attachment:
         return cast(SparseCache, cache)
 
     def step(self, ids: Tensor, cache: SparseCache) -> Tensor:
-        """Logits `[B, 1, V]` of what follows ids `[B, n]`, which join the cache's tokens; overwritten by the next step.
-        For loops of one's own, without padding. Raises SparseKVError for anything but a tensor of rows and tokens."""
+        """Take the tokens `[B, n]` into a cache, in a loop of one's own, without padding.
+
+        Returns:
+            Logits `[B, 1, V]` of what follows, overwritten by the next step.
+
+        Raises:
+            SparseKVError: anything but a tensor of rows and tokens.
+        """
         if not isinstance(ids, Tensor) or ids.dim() != 2:
             raise SparseKVError(f"a step takes a tensor of rows and tokens, found "
                                 f"{list(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__}")

@@ -61,6 +61,38 @@ def decode_loop(
     return torch.cat([ids, *tokens[:length]], dim=1)
 
 
+def step_across(
+    border: int, step: Callable[..., Tensor], read: Callable[..., Tensor], ids: Tensor, cache: Any, new: int,
+) -> Callable[..., Tensor]:
+    """Return the step of an answer that may cross the length past which the model rotates by other factors (longrope):
+    there all tokens so far are read anew, as transformers does.
+
+    Args:
+        border: that length [tokens].
+        step, read: of the attachment, for one token and for several.
+        ids: `[B, N]`, the prompt after what the cache holds.
+        new: the longest answer [tokens].
+
+    Raises:
+        SparseKVError: the tokens of an earlier turn would be read anew and are not known.
+    """
+    held, parts = cache.get_seq_length(), [ids]
+    if 0 < held <= border < held + ids.shape[1] + new - 1:
+        raise SparseKVError(f"the cache holds {held} tokens rotated as of a text of up to {border}, and with "
+                            f"{ids.shape[1]} more and an answer of {new} the model rotates otherwise (longrope); "
+                            "give the whole text in a new cache, or a shorter max_new_tokens")
+
+    def across(token: Tensor, mask: Tensor | None, position: Tensor | None, cache: Any) -> Tensor:
+        parts.append(token)
+        if held or cache.get_seq_length() != border:
+            return step(token, mask, position, cache)
+        cache.reset()
+        cache.prompt = border + 1
+        return read(torch.cat(parts, dim=1), mask, None if mask is None else positions_of(mask), cache)
+
+    return across
+
+
 def choose(logits: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
     """One token of every row, `[B, 1]`: logits `[B, V]`."""
     if temperature <= LIKELIEST:
