@@ -62,7 +62,7 @@ class Plan:
         first: Any = cache.first
         self.parts: list[Any] = [first, *[layer for layer in self.stores if isinstance(layer, SlidingLayer)][:1]]
         """A layer of either kind, with full attention and with a window, whose storage stands for that of all."""
-        self.starts, self.device, self.heads_kv = starts, first.device, first.keys.shape[1]
+        self.starts, self.device = starts, first.device
         self.length = first.get_seq_length()
         self.capacity = min([layer.room for layer in self.stores] + [r.room for r, _ in ropes.values()])
         ends = [self.capacity, *(s.room for s in states if s is not None),

@@ -64,7 +64,7 @@ class LayerIndex:
         # rows come and go between steps, and codes are written with their keys
         self.selector.alone, self.selector.fit = False, "fixed"  # type: ignore[attr-defined]
         self.selector.layer = trained = _placed(selector.trained, device, pages.kind)
-        self.made: list[tuple[Router | None, PhiEstimator | None]] = [(None, None)] * room.seats
+        self.requests: list[tuple[Router | None, PhiEstimator | None]] = [(None, None)] * room.seats
         nowhere = torch.zeros(1, dtype=torch.int64, device=device)
         self.none = Regions(nowhere, nowhere, 0, 0)
         self.spent = torch.zeros(2, room.seats + 1, dtype=torch.int64, device=device)
@@ -154,7 +154,7 @@ class LayerIndex:
             copied.append((self.completes.layer.offset[seat], summary.layer.offset.reshape(-1)))
             for name in summary.row_state:
                 setattr(summary, name, _put(getattr(self.completes, name), seat, getattr(summary, name), copied))
-        self.made[seat] = selector, summary
+        self.requests[seat] = selector, summary
         return copied
 
 
@@ -188,7 +188,7 @@ def extend_seat(indices: Sequence[LayerIndex], seat: int, slots: Tensor, old: Re
     copied: list[Copied] = []
     _encode_missing(indices, slots)
     for index in indices:
-        (selector, summary), view = index.made[seat], index.request(slots, regions)
+        (selector, summary), view = index.requests[seat], index.request(slots, regions)
         assert selector is not None
         grow(view, old, selector, summary)
         copied += index.put(seat, selector, summary, view)
