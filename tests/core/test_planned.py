@@ -1,5 +1,5 @@
-"""A planned step = the same step layer by layer, for every selector with every estimator that can be planned: in
-float64, with left padding and a border that moves, keys beside the queries and in CPU memory."""
+"""A planned step = the same step layer by layer, to the bit, for every selector with every estimator that can be
+planned: in float64, with left padding and a border that moves, keys beside the queries and in CPU memory."""
 
 from __future__ import annotations
 
@@ -45,5 +45,7 @@ def test_a_planned_step_is_the_same_layer_by_layer(case: str, completion: str, p
     if placement == "offload" and (SELECTORS[PLANNED[case][0]].scores_keys or "probes" in case):
         pytest.skip("keys in CPU memory are not scored, and whole buckets are counted on the host")
     by_plan, by_layer = (logits_of(case, completion, placement, planned=planned) for planned in (True, False))
-    print("APART", case, completion, placement, float((by_plan - by_layer).abs().max()), float(by_layer.abs().max()))
-    torch.testing.assert_close(by_plan, by_layer, rtol=0, atol=1e-12)
+    if SELECTORS[PLANNED[case][0]].scores_keys:  # over the whole storage: sums of another order on some machines
+        torch.testing.assert_close(by_plan, by_layer, rtol=0, atol=1e-12)
+    else:
+        assert torch.equal(by_plan, by_layer)

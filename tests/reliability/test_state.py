@@ -53,8 +53,8 @@ def test_a_cache_cut_within_its_tail_never_went_further(name: str, planned: bool
         assert (attachment.report()["replayed_steps"] > 30) == planned
     assert cut.isfinite().all()
     if name not in MEMORY:
-        print("APART", name, planned, completion, float((cut - never).abs().max()), float(never.abs().max()))
-        assert torch.equal(cut, never) or planned
+        apart = 1e-5 if planned and SELECTORS[name].scores_keys else 0.0  # scores of all that is stored, in float32
+        torch.testing.assert_close(cut, never, rtol=0, atol=apart)
 
 
 @pytest.mark.parametrize("completion", ["none", "phi", "centroid"])
