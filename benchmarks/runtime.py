@@ -182,7 +182,7 @@ def step(
     queries = Queries.last(layer.queries[:, :, i % layer.queries.shape[2], None], view.length)
     done = sparse_step(view, queries, selector, estimator)
     if not done.out.is_cuda:
-        read.append(float(read_shares(view, queries, [done.selection], 0.0)[0].mean()))
+        read.append(float(read_shares(view, queries, [done.selection], torch.zeros(1, 1))[0].mean()))
     return done.out
 
 

@@ -14,15 +14,13 @@ from sparsekv.core.layer import CacheLayer, Queries, Selection
 from sparsekv.core.selectors.base import Selector
 
 
-def read_shares(
-    view: CacheLayer, queries: Queries, selections: Sequence[Selection], more: Tensor | float,
-) -> Tensor:
+def read_shares(view: CacheLayer, queries: Queries, selections: Sequence[Selection], more: Tensor) -> Tensor:
     """Compute what a step reads of every layer, over what is in sight. Waits for no device.
 
     Args:
         view, queries: of any of the layers, which differ in their selection alone; every query is a step of its own.
         selections: of every layer.
-        more: `extra_tokens` of all layers, or `[layers, B]`.
+        more: `[layers, B]`, `extra_tokens` of every layer.
 
     Returns:
         `[2, layers, Q]` float64: tokens, mean over lists, and bytes: the selected rows (for every list that has them),
@@ -37,7 +35,7 @@ def read_shares(
     for shape, members in alike.items():
         counts = (torch.stack([selections[i].counts() for i in members]) if shape is None else
                   (torch.stack([selections[i].as_tokens() for i in members]) >= 0).sum(-1))
-        extra = torch.stack([queries.per_query(more[i]) for i in members]) if isinstance(more, Tensor) else more
+        extra = torch.stack([queries.per_query(more[i]) for i in members])
         mean = counts.mean(-1, dtype=torch.float64)
         # lists of query heads of one group are read one by one
         rows = mean * max(1.0, counts.shape[-1] / view.num_kv_heads) + extra
@@ -47,10 +45,10 @@ def read_shares(
     return torch.stack(by_layer, 1)
 
 
-def extra_tokens(view: CacheLayer, selector: Selector, estimator: Estimator | None) -> Tensor | float:
-    """Compute what a step reads to choose and to complete, of one row [tokens of the layer]."""
-    more = selector.cost_bytes(view) + (0.0 if estimator is None else estimator.cost_bytes(view))
-    return (more.double() if isinstance(more, Tensor) else more) / token_bytes(view)
+def extra_tokens(view: CacheLayer, selector: Selector, estimator: Estimator | None) -> Tensor:
+    """Compute what a step reads to choose and to complete, `[B]` float64 [tokens of the layer]."""
+    more = torch.zeros_like(view.regions.starts, dtype=torch.float64) + selector.cost_bytes(view)
+    return (more if estimator is None else more + estimator.cost_bytes(view)) / token_bytes(view)
 
 
 def token_bytes(view: CacheLayer) -> int:

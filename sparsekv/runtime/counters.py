@@ -50,7 +50,7 @@ class Counters:
         for layer in dense:
             self.dense_calls[layer] += steps
 
-    def read(self, view: CacheLayer, queries: Queries, selections: Sequence[Selection], more: Tensor | float,
+    def read(self, view: CacheLayer, queries: Queries, selections: Sequence[Selection], more: Tensor,
              where: Tensor | int) -> None:
         """Add what sparse steps read (`core.cost.read_shares`) to the sums of the layers `where`, or of one."""
         shares = read_shares(view, queries, selections, more).detach().sum(-1)

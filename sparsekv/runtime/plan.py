@@ -92,7 +92,8 @@ class Plan:
         self.real = (torch.arange(self.capacity, device=device) >= starts[:, None]) if (
             device.type != "cuda" and bool(starts.any())) else None
         """Tokens of the storage that are no padding, where full attention needs to know."""
-        self.more = torch.stack([self._more(s, rows) for s in states if s is not None] or [self.lengths])
+        self.more = torch.stack([extra_tokens(s.view, s.selector, s.estimator) for s in states if s is not None]
+                                or [self.lengths])
         self.logits: Tensor | None = None
         self.graph: Any = None
         self._read: list[tuple[Queries, Selection]] = []
@@ -200,8 +201,3 @@ class Plan:
         if any(view.rope is table for table, _ in self.ropes.values()):
             view.rope = view.rope.whole()
         return view
-
-    def _more(self, state: LayerState, rows: int) -> Tensor:
-        """Compute what chooses and completes, in tokens of the layer, `[B]` float64."""
-        cost = extra_tokens(state.view, state.selector, state.estimator)
-        return torch.as_tensor(cost, dtype=torch.float64, device=self.device).expand(rows).clone()

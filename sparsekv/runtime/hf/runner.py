@@ -162,8 +162,7 @@ class Runner:
             queries = Queries.last(block, end, view.rope)
             step = state.step(queries)
             more = extra_tokens(view, state.selector, state.estimator)
-            self.counters.read(view, queries, [step.selection], more[None] if isinstance(more, Tensor) else more,
-                               view.layer_idx)
+            self.counters.read(view, queries, [step.selection], more[None], view.layer_idx)
             self.counters.took([view.layer_idx], [], block.shape[2], len(q))
             parts.append(step.out.to(query.device))
         self.counters.statistics[view.layer_idx] = state.selector.statistics()
