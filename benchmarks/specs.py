@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmarks.pages import Cell, Grid, Page, Table, Text
+from benchmarks.pages import MISSING, Cell, Grid, Page, Row, Table, Text, Where, subject
 from sparsekv.evaluation.methods import percent
 
 H200, H100 = "NVIDIA H200, torch 2.11.0+cu130", "NVIDIA H100 80GB HBM3, torch 2.11.0+cu130"
@@ -16,7 +16,7 @@ WORDS: dict[Any, str] = {
     "smollm2": "SmolLM2", "smollm2-long": "SmolLM2, tuned to 32k", "coder-0.5b": "0.5B",
     "coder-1.5b-again": "1.5B, trained again", "coder-1.5b-32k": "1.5B, trained on 32k",
     "coder-1.5b-32k-more": "1.5B, trained on 32k, 3,000 steps", "coder-1.5b-kept": "1.5B, maps of four layers",
-    "coder-1.5b-half-code": "1.5B, half program text", "coder-1.5b-published": "1.5B, maps as published",
+    "coder-1.5b-half-code": "1.5B, half program text", "coder-1.5b-published": "1.5B, the paper's losses",
     "made": "synthetic text", "code": "program text", "own": "the model's own text",
     "full": "full attention", "dense": "full attention", "topk": "exact top-k", "sketch+phi": "sketch + φ",
     "topk+phi": "exact top-k + φ", "sketch+centroid": "sketch + centroids", "topk+centroid": "exact top-k + centroids",
@@ -345,25 +345,95 @@ TRAINING = Page(
               words={"x86_64 CPU, 2 threads, torch 2.13.0+cpu": "CPU, 2 threads"}),
     ])
 
+
+
+@dataclass(frozen=True)
+class Kept(Cell):
+    """A method's score in percent of full attention's on the same prompts, from its score and its difference."""
+
+    form: str = "{:.1f} %"
+
+    def drawn(self, rows: Sequence[Row], where: Where, used: list[Row] | None = None) -> str:
+        where, rows = {**where, **self.where}, subject(self.rows) if self.rows else rows
+        score = self.found(rows, {**where, "metric": "score", "against": None}, used)
+        off = self.found(rows, {**where, "metric": "difference", "against": "full"}, used)
+        if score is None or off is None:
+            return MISSING
+        return self.written(100 * score["value"] / (score["value"] - off["value"]))
+
+
+def kept(case: str, budget: float, machine: str = H200, name: str = MODEL) -> Kept:
+    return Kept(rows="real", where=real(case, name, machine, method="topk", budget=budget))
+
+
+def gained(case: str, budget: float, machine: str = H200, name: str = MODEL) -> Cell:
+    """Points that φ adds to exact top-k."""
+    return Cell(rows="real", where=real(case, name, machine, method="topk+phi", against="topk", budget=budget,
+                                        metric="difference"), form="{:+.1f}", spread="±")
+
+
+def completed_error(maps: str) -> Cell:
+    """Relative error of exact top-k at 1 %, completed by these maps."""
+    return Cell(rows="papers", form="{:.3f}", where={
+        "case": "completion, long-model, 8192 tokens, heldout, topk@0.01", "method": maps, "metric": "rel_err"})
+
+
+def micros(method: str, form: str = "{:.1f}") -> Cell:
+    return Cell(rows="decode", where={"case": "4x1-171k-b1", "method": method, "metric": "us"}, form=form)
+
+
+MILLION = "million, 1048576 tokens, one KV head of 128"
 SAAP = "saap, long-model, 8192 tokens"
+SAAP_TASKS = Table(
+    "Saap on tasks, 16k tokens", "real", {"method": "chosen by"},
+    [*by_budget(FEW, **FULL), *(Cell(f"read, {percent(b)}", {"metric": "score", "budget": b}, "{:.1f} %", of="read",
+                                     scale=100) for b in FEW), *share(FEW), samples(**FULL)],
+    real("ruler@16384", "coder-1.5b-saap"),
+    "Points of the 1.5B; sink 1, window 2,047 tokens; buckets by probability per token, the last one in part. The "
+    "query model has 19,000 of the paper's 40,000 steps, on 24 windows of 16k tokens.",
+    words={"router:scores=mlp": "the query model", "router:scores=mean_key":
+           "its untrained control: mean keys, moved to the request", "router:scores=mean_key:adapt=false":
+           "mean keys as trained"})
+LFPS_TASKS = Table(
+    "", "real", {"method": "read by"}, [*by_budget(FEW, **FULL), *share(FEW), samples(0.02, **FULL)],
+    real("ruler@16384", method=("topk", RIVALS[1], "quest", "magicpig")))
+REUSE = Table(
+    "TokenSelect: steps that reuse the selection", "runtime", {"method": "cosine"}, [
+        Cell("share of the steps", {"metric": "hit_rate"}, "{:.0f} %", scale=100)],
+    {"case": "reuse, SmolLM2-135M, 4096 tokens"},
+    "SmolLM2, 64 tokens after 4,096 of text, a budget of 2 %, mean over layers.",
+    words={f"theta={x:g}": f"{x:g}" + (" (the default)" if x == 0.98 else "") for x in (0.8, 0.9, 0.95, 0.98)})
+ONE_CORE = Table(
+    "LFPS: a step on one core", "runtime", {"method": "selector"}, [
+        Cell("a step [ms]", {"metric": "us"}, "{:.1f}", scale=0.001),
+        Cell("times as fast as full attention", {"metric": "speedup"}, "{:.1f} ×"),
+        Cell("read", {"metric": "selectivity"}, "{:.1f} %", scale=100)],
+    {"case": "cpu-128k-8b-1core", "method": ("sdpa", "topk", "quest", "lfps")},
+    "One layer of the 8B shape at 128k tokens, random keys, float32, a budget of 2 %.",
+    words={"sdpa": "full attention (SDPA)", "lfps": "LFPS, α = 0.3"})
 PAPERS = Page(
     "The papers' settings", "What the papers' own settings give here. What each paper prints, and what differs, is on "
     "[the page of the papers](../papers.md). “The tuned SmolLM2” is SmolLM2-135M tuned to retrieve over 32k tokens.", [
         Grid("Printed, and here", ["printed", "by the paper", "here", "of"], [
-            ["top-k: score kept at 2 % of the tokens", "95 %", Cell(
-                rows="quality", where={"case": "ruler@16384", "metric": "score", "method": "full", "budget": None},
-                form="{:.0f} %", scale=100, under={"method": "topk", "budget": 0.02}), "the tuned SmolLM2, RULER, 16k"],
+            ["top-k: score kept at 2 % of the tokens", "95 %", kept("ruler@16384", 0.02, H100),
+             "the 1.5B, 16k, 104 prompts, H100"],
+            ["the same", "", kept("ruler@16384", 0.02), "the same prompts, H200"],
+            ["the same at 1 %", "", kept("ruler@16384", 0.01, H100), "the 1.5B, 16k, 104 prompts, H100"],
+            ["the same at 1 %", "", kept("ruler@16384", 0.01), "the same prompts, H200"],
+            ["the same at 2 %", "", kept("ruler@32768", 0.02, H100, "coder-1.5b-32k"),
+             "the 1.5B, 32k, 104 prompts, H100"],
+            ["the same at 2 %", "", kept("ruler@32768", 0.02, name="coder-1.5b-32k-more"), "the same prompts, H200"],
             ["completion: points gained at the same k, 4k", "+4.0", Cell(
                 rows="real", where=real("ruler@4096", machine=H100, metric="difference", method="topk+phi",
                                         against="topk", budget=0.01), form="{:+.1f}", spread="±"), "the 1.5B, 1 %, 4k"],
             ["completion: points gained at equal worst-case budgets, 2 %", "+1.3", Cell(
                 rows="real", where=real("worst@16384", metric="difference", method="topk+phi", against="topk",
                                         budget=0.02), form="{:+.1f}", spread="±"), "the 1.5B, 16k"],
-            ["Saap: one head, 171k tokens, 32 buckets [µs]", "18", Cell(
-                rows="decode", where={"case": "4x1-171k-b1", "method": "sparse_probes", "metric": "us"}),
-             "four query heads, one H200"],
-            ["the same by FlashAttention [µs]", "50", Cell(
-                rows="decode", where={"case": "4x1-171k-b1", "method": "sdpa_flash", "metric": "us"}), "the same"],
+            ["Saap: one head, 171k tokens, 32 whole buckets [µs]", "18", micros("sparse_probes"),
+             "four query heads, one H200; an earlier kernel than the one that ships"],
+            ["the same by FlashAttention [µs]", "50", micros("sdpa_flash"), "the same"],
+            ["the same by cuDNN [µs]", "", micros("sdpa_cudnn"), "the same shape, a later run"],
+            ["the same by sketches, the default [µs]", "", micros("sparse_sketch"), "the same"],
             ["Saap: training", "25 min a head", Cell(
                 rows="training", where={"case": "router-layer-128k", "metric": "seconds"}, form="{:.0f} s"),
              "eight KV heads, 128k tokens, one H200"],
@@ -386,20 +456,16 @@ PAPERS = Page(
                   "oracle", "mean_key", "centroids", "hashing")), "as published", "with RoPE")},
               "Share of the mid region's attention, three layers of the tuned SmolLM2 at 8,192 tokens.",
               words={"as published": "query model as published", "with RoPE": "query model, keys with RoPE"}),
-        Table("Saap on tasks, 16k tokens", "real", {"method": "chosen by"},
-              [*by_budget(FEW, **FULL), *(Cell(f"read, {percent(b)}", {"metric": "score", "budget": b}, "{:.1f} %",
-                                               of="read", scale=100) for b in FEW), samples(**FULL)],
-              real("ruler@16384", "coder-1.5b-saap"), "Points of the 1.5B; sink 1, window 2,047 tokens.",
-              words={"router:scores=mlp": "the query model as published", "router:scores=mean_key":
-                     "mean keys, moved to the request", "router:scores=mean_key:adapt=false": "mean keys as trained"}),
+        SAAP_TASKS,
         Table("Completion: maps as published, error", "papers", {"method": "maps"}, [
             Cell(title, {"case": f"completion, long-model, 8192 tokens, heldout, {case}"}, "{:.3f}")
             for title, case in (("sink + tail", "sink + tail"), *((percent(b), f"topk@{b}") for b in (*FEW, 0.1)))],
               {"metric": "rel_err", "method": ("none", "phi_paper", "phi")}, "Exact top-k of the tuned SmolLM2.",
               words={"none": "none", "phi_paper": "as published", "phi": "the default recipe's"}),
-        Table("Completion: maps as published, RULER at 16k", "real", {"method": "method"},
+        Table("Completion: the paper's losses, keys of one hidden layer, RULER at 16k", "real", {"method": "method"},
               [*by_budget(FEW, **FULL), samples(**FULL)], real("ruler@16384", "coder-1.5b-published"),
-              "Points of the 1.5B, 22,000 steps."),
+              "Points of the 1.5B, 22,000 steps. The map of keys was one layer of 128 ReLUs, and not the paper's; the "
+              "paper's has no row of tasks."),
         Table("TokenSelect: votes", "real", {"method": "vote"},
               [*by_budget((0.02,), **FULL), Cell("equal answers", {"metric": "same_answers", "budget": 0.02},
                                                  spread="±"), samples(0.02, **FULL)],
@@ -416,6 +482,8 @@ PAPERS = Page(
             Cell("times as fast", {"method": "token_select"}, "{:.2f} ×", under={"method": "dense"})],
               {"metric": "ms", "case": tuple(f"chunk of 512 after {n} tokens, 32/8 heads of 128"
                                              for n in (32768, 131072, 1048576))}),
+        REUSE,
+        ONE_CORE,
         Table("LFPS: thresholds, RULER at 16k", "real", {"method": "method"}, [
             *by_budget((0.02,), **FULL), Cell("read", {"metric": "score", "budget": 0.02}, "{:.1f} %", of="read",
                                               scale=100), samples(0.02, **FULL)],
@@ -424,7 +492,7 @@ PAPERS = Page(
             Cell(title, {"metric": m}, form) for title, m, form in (
                 ("a group's step [ms]", "ms", "{:.1f}"), ("built in [s]", "build_s", "{:.1f}"),
                 ("GPU memory [MB]", "gpu_mb", "{:.0f}"), ("needles among the first ten", "needles", "{:.2f}"))],
-              {"case": "million, 1048576 tokens, one KV head of 128"}),
+              {"case": MILLION}),
     ])
 MISSED = Page(
     "What was missed", "What a user may expect and does not get. Points are of the 1.5B on RULER, to full attention "
@@ -471,7 +539,7 @@ SUMMARY = Grid("", ["", "full attention", "sparsekv, untrained", "sparsekv, trai
       for name, case in LENGTHS),
     ["first token, 128k, 8B shape [s]", *(
         ms("8b-128k-b1", m, "first_token_s") for m in ("dense", "untrained", "sketch_phi"))],
-    *([f"KL to full attention, {words}, 32k, 1.5B, `fit=\"fitted\"` [nats/token]", "0", *(Cell(
+    *([f"KL to full attention, {words}, 32k, 1.5B [nats/token]", "0", *(Cell(
         rows="kl", where={"case": f"{MODEL}:{kind}@32768", "method": m, "metric": "kl"}, form="{:.4f}")
         for m in ("sketch+centroid", "sketch+phi"))] for words, kind in (("RULER", "ruler"), ("text", "text"))),
     ["RULER, 16k, 1.5B [points]", "0", points("sketch+centroid", 0.01), points("sketch+phi", 0.01)],
@@ -484,7 +552,81 @@ FIRST = Text(
      ms("8b-128k-b1", "sketch_phi"), ms("8b-128k-b1", "dense"),
      replace(points("sketch+phi", 0.01, form="{:.1f}", spread=""), scale=-1),
      replace(points("sketch+phi", 0.01, form="{}", spread=""), of="samples")))
+HERE = ["claim", "printed", "here", "of"]
+ON_H100 = "1.5B, RULER, 16k, 104 prompts, H100"
+PAPER_PAGE: dict[str, Any] = {
+    "topk": Grid("", HERE, [
+        ["score kept at 2 % of the tokens", "95 %", kept("ruler@16384", 0.02, H100), ON_H100],
+        ["", "", kept("ruler@16384", 0.02), "the same prompts, H200"],
+        ["", "", kept("ruler@32768", 0.02, H100, "coder-1.5b-32k"), "1.5B, RULER, 32k, 104 prompts, H100"],
+        ["", "", kept("ruler@32768", 0.02, name="coder-1.5b-32k-more"), "the same prompts, H200"],
+        ["score kept at 1 %", "", kept("ruler@16384", 0.01, H100), ON_H100],
+        ["", "", kept("ruler@16384", 0.01), "the same prompts, H200"],
+        ["a needle among 1M tokens, k = 10, found", "all", Cell(rows="papers", form="{:.0f} %", scale=100, where={
+            "case": MILLION, "method": "flat", "metric": "needles", "machine": H200}),
+         "keys of one KV head, flat index"],
+        ["a step by IVF, times as fast as full attention", "", Cell(rows="runtime", form="{:.2f} ×", where={
+            "case": "cpu-128k-8b", "method": "faiss-ivf", "metric": "speedup"}),
+         "a layer of the 8B shape, 128k, two cores"],
+    ]),
+    "completion": Grid("", HERE, [
+        ["points gained at the same k, 1 %", "+2.9", gained("ruler@16384", 0.01, H100), ON_H100],
+        ["", "", gained("ruler@16384", 0.01), "the same prompts, H200"],
+        ["", "", gained("ruler@32768", 0.01, H100, "coder-1.5b-32k"),
+         "1.5B, RULER, 32k, 104 prompts, maps of 32k, H100"],
+        ["", "", gained("ruler@32768", 0.01), "39 prompts, maps of 16k, H200"],
+        ["… at equal worst-case budgets, 2 %", "+1.4", gained("worst@16384", 0.02), "1.5B, RULER, 16k, 52 prompts"],
+        ["error at 1 %, maps as published", "", completed_error("phi_paper"),
+         "SmolLM2, tuned to 32k; 8k tokens, 4,000 steps"],
+        ["… of the default recipe's maps", "", completed_error("phi"), "the same"],
+        ["… without maps", "", completed_error("none"), "the same"],
+        ["points at 1 %, the paper's losses, keys of one hidden layer", "", Cell(rows="real", where=real(
+            "ruler@16384", "coder-1.5b-published", method="topk+phi", against="full", budget=0.01,
+            metric="difference"), form="{:+.1f}", spread="±"), "1.5B, RULER, 16k, 104 prompts"],
+        ["… without maps", "", Cell(rows="real", where=real(
+            "ruler@16384", "coder-1.5b-published", method="topk", against="full", budget=0.01, metric="difference"),
+            form="{:+.1f}", spread="±"), "the same"],
+    ]),
+    "saap": replace(SAAP_TASKS, title=""),
+    "kernel": Grid("", HERE, [
+        ["one head, 171k tokens, 32 whole buckets [µs]", "18", micros("sparse_probes"),
+         "four query heads, H200; an earlier kernel than the one that ships"],
+        ["… by FlashAttention [µs]", "50", micros("sdpa_flash"), "the same"],
+        ["… by cuDNN [µs]", "", micros("sdpa_cudnn"), "the same shape, a later run"],
+        ["… by sketches, the default here [µs]", "", micros("sparse_sketch"), "the same"],
+        ["training", "25 min a head", Cell(rows="training", form="{:.0f} s", where={
+            "case": "router-layer-128k", "metric": "seconds"}), "eight KV heads, 10,000 of 40,000 steps, 128k, H200"],
+    ]),
+    "lfps": LFPS_TASKS,
+    "one-core": replace(ONE_CORE, title=""),
+    "token_select": Grid("", HERE, [
+        ["a chunk of 512 over 1M tokens, times as fast as full attention", "23.84 ×", Cell(
+            rows="papers", form="{:.2f} ×", under={"method": "dense"}, where={
+                "method": "token_select", "metric": "ms",
+                "case": "chunk of 512 after 1048576 tokens, 32/8 heads of 128"}), "8B shape, H200"],
+        ["… over 128k tokens", "", Cell(rows="papers", form="{:.2f} ×", under={"method": "dense"}, where={
+            "method": "token_select", "metric": "ms", "case": "chunk of 512 after 131072 tokens, 32/8 heads of 128"}),
+         "8B shape, H200"],
+        ["first token of a prompt of 128k tokens, times as fast", "", Cell(rows="prefill", form="{:.2f} ×", where={
+            "case": "8b-128k-b1", "method": "token_select", "metric": "first_token_speedup"}), "8B shape, H200"],
+        ["points at 2 %", "", Cell(rows="real", where=real("ruler@16384", method="token_select", against="full",
+                                                          budget=0.02, metric="difference"),
+                                   form="{:+.1f}", spread="±"), "1.5B, RULER, 16k, 52 prompts"],
+        ["score past the trained length, contiguous positions", "65.4", Cell(rows="papers", where={
+            "case": "extrapolate, SmolLM2-135M-Instruct, 16384 tokens", "method": "token_select, contiguous",
+            "metric": "score"}), "SmolLM2, 16k, trained on 8k; full attention 0"],
+    ]),
+}
+"""What docs/papers.md shows of each paper."""
 PLACES: dict[str, dict[str, Any]] = {
+    "docs/papers.md": PAPER_PAGE,
+    "docs/train.md": {"saap": Text(
+        "That model stays below its untrained control: at 1, 2 and 5 % of 16k tokens it has {}, {} and {} points to "
+        "full attention\n(1.5B, RULER), the mean keys of the same buckets moved to the request {}, {} and {} ([rows]("
+        "papers.md#saap)).\nThe default is neither: sketches of keys, with buckets of the request.", [
+            Cell(rows="real", where=real("ruler@16384", "coder-1.5b-saap", method=f"router:scores={scores}", budget=b,
+                                         against="full", metric="difference"), form="{:+.1f}", spread="±")
+            for scores in ("mlp", "mean_key") for b in FEW])},
     "README.md": {"figures": FIRST, "summary": SUMMARY}, "docs/start.md": {"demo": Table(
         "", "demo", {"method": "what a step reads", "budget": "budget"}, [
             *(Cell(title, {"case": "perplexity@2048", "metric": metric}, form, of=of, scale=scale)

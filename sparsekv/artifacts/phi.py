@@ -23,6 +23,8 @@ from sparsekv.models.feature_map import FeatureMaps
 from sparsekv.util.errors import SparseKVError
 
 KIND = "phi"
+OUTSIDE = "a step completes outside the attention kernel, in plain torch, and is not replayed as a CUDA graph"
+"""How maps of keys with blocks are run."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +46,11 @@ class PhiArtifactConfig:
     """Whether the estimated mass is capped by `mass_cap`, as it was when the maps were calibrated."""
     query_blocks: int = 1
     key_width: int | None = None
-    """Hidden units of a map of keys; None where it has the block of earlier versions, and is refused."""
+    """Hidden units of a map of keys; None in the format of earlier versions, which is refused."""
     shared: bool = False
     """Whether the units of a centred half and those of the other make all features together."""
+    key_blocks: int = 0
+    """ReZero blocks of a map of keys; with some it is run outside the attention kernel."""
     kind: str = KIND
 
 
@@ -111,8 +115,8 @@ class PhiLayer(NamedTuple):
         """Whether queries and keys want the request's mean key."""
         return self.maps.centred is not None
 
-    def of_keys(self, dtype: torch.dtype) -> KeyMap:
-        """φ_k as it is run, with products in `dtype`."""
+    def of_keys(self, dtype: torch.dtype) -> KeyMap | FeatureMapWeights:
+        """φ_k as it is run, with products in `dtype`; as it is where it has blocks."""
         return self.maps.of_keys(dtype)
 
     def run_on(self, device: Any) -> PhiLayer:
@@ -169,11 +173,13 @@ class PhiArtifact:
         raw, tensors = load_artifact(path, KIND)
         where = f"the artifact {str(path)!r}"
         config = from_record(PhiArtifactConfig, raw, where)
-        check_scope(config, where, num_features=1, width=1, query_blocks=0)
+        check_scope(config, where, num_features=1, width=1, query_blocks=0, key_blocks=0)
         if config.key_width is None:
-            raise SparseKVError(f"{where} has maps of keys of four layers, whose features earlier versions kept for "
-                                "every key; this one makes them anew and needs maps of one hidden layer: train them "
-                                "again with sparsekv train-phi")
+            raise SparseKVError(f"{where} names no key_width, the hidden units of its maps of keys: an earlier "
+                                "version wrote it; train the maps again with sparsekv train-phi")
+        if config.centred and config.key_blocks:
+            raise damaged(where, f"its maps of keys have a centred half and {config.key_blocks} blocks, expected one "
+                                 "of them")
         shares = config.read_shares
         if not shares or sorted(set(shares)) != shares or not 0 <= shares[0] <= shares[-1] <= 1:
             raise damaged(where, f"read_shares are {brief(shares)}, expected shares between 0 and 1, ascending")
@@ -184,7 +190,7 @@ class PhiArtifact:
         heads_q, heads_kv = config.model["num_query_heads"], config.model["num_kv_heads"]
         maps = []
         for part, heads, made, w, n in (("query", heads_q, r, config.width, config.query_blocks),
-                                        ("key", heads_kv, halves[0], config.key_width, 0),
+                                        ("key", heads_kv, halves[0], config.key_width, config.key_blocks),
                                         ("centred", heads_kv, halves[1], config.key_width, 0)):
             shapes = {"w_in": (d, w), "b_in": (w,), "w_a": (n * w, w), "b_a": (n * w,), "w_b": (n * w, w),
                       "alpha": (n,), "w_out": (w, made), "b_out": (made,)}
@@ -208,7 +214,8 @@ class PhiArtifact:
     def summary(self) -> str:
         c = self.config
         half = ", half of them centred" if c.centred else ""
+        blocks = [f"maps of keys have {c.key_blocks} ReZero block(s): {OUTSIDE}"] if c.key_blocks else []
         lines = [f"feature maps {self.path or ''}: {len(c.layers)} layers, r = {c.num_features}{half}, "
-                 f"width {c.width}, of keys {c.key_width}",
+                 f"width {c.width}, of keys {c.key_width}", *blocks,
                  f"completion on for {int((self.gate > 0).sum())} of {self.gate.numel()} heads", *describe(c.quality)]
         return "\n".join(lines)

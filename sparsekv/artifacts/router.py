@@ -113,12 +113,22 @@ class RouterArtifact:
         sketch = None if self.sketch is None else Sketch(*(x.to(device) for x in self.sketch))
         return RouterArtifact(self.config, self.centroids.to(device), weights, self.path, sketch=sketch)
 
+    @property
+    def learned(self) -> str:
+        """What of it was learned, and how."""
+        found = ["centroids of the buckets by k-means"]
+        if self.sketch is not None:
+            found.append("the sketches' basis in closed form")
+        if self.weights is None:
+            return f"{', '.join(found)}; nothing by gradient, buckets are scored by the means of a request's own keys"
+        return f"{', '.join(found)}; a query model of {self.weights.b1.shape[-1]} hidden units by gradient (Saap)"
+
     def summary(self) -> str:
         c = self.config
         sketch = f"sketches of {c.sketch_bytes} bytes a key" if c.sketch_bytes else "no sketches"
         lines = [f"router {self.path or ''}: {len(c.layers)} layers, {c.num_buckets} buckets over "
                  f"{'RoPE-free' if c.key_space == 'pre' else 'rotated'} keys, scores {c.scores}, {sketch}",
-                 *describe(c.quality)]
+                 f"learned: {self.learned}", *describe(c.quality)]
         return "\n".join(lines)
 
 

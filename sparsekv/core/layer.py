@@ -390,6 +390,13 @@ class RowState:
     """Attributes whose tensors, or tuples of tensors, have the batch as first dimension, and KV heads, if they have
     any, as the second."""
 
+    restorable: ClassVar[bool] = False
+    """Whether `row_state`, and what `restore` makes beside it, is all that `build` leaves."""
+
+    def restore(self, view: Any, state: dict[str, Any]) -> None:
+        """Be as `build` over `view` left it, from its `row_state` by name."""
+        self.__dict__.update(state)
+
     def fork(self) -> Self:
         """An independent copy that shares tensors."""
         return copy.copy(self)

@@ -160,7 +160,7 @@ for _row in (
     SelectorRow("sketch", "selectors.sketch:SketchRouter",
                 "the best tokens of the best buckets, by codes of their keys", "this project",
                 colour="#882255", lane="own", needs=("router", "sketches"), untrained=True, default=True,
-                usual=True, served=True,
+                usual=True, diagnosed=True, served=True,
                 demo_words="the router's best {budget}, by sketches"),
     SelectorRow("snapkv", "baselines.snapkv:SnapKV", "what the end of the prompt looked at, once",
                 "SnapKV (Li et al. 2024) §4", colour="#E69F00", lane="rival"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -99,6 +99,13 @@ class LayerState:
     def room(self) -> int:
         """The length of a cache whose next step moves the region's border."""
         return self.view.regions.edges[2] + self.tails.longest
+
+    def built(self) -> dict[str, dict[str, Any]] | None:
+        """Return what `restore` takes; None where the mid region has grown since, or more than that was built."""
+        parts = {"selector": self.selector, **({} if self.estimator is None else {"estimator": self.estimator})}
+        if len(self._moves) > 1 or self._moves[0][0] or not all(part.restorable for part in parts.values()):
+            return None
+        return {name: {x: getattr(part, x) for x in part.row_state} for name, part in parts.items()}
 
     @property
     def replayable(self) -> bool:
@@ -195,6 +202,19 @@ def build_layers(
     for view, selector, estimator in zip(views, selectors, estimators, strict=True):
         if estimator is not None:
             estimator.set_read_share(view, selector.read_share(view))
+
+
+def restore(
+    view: CacheLayer, selector: Selector, estimator: Estimator | None, states: dict[str, dict[str, Any]],
+) -> None:
+    """Restore what `build` over the view left, from the `row_state` of both, `selector` and `estimator`."""
+    if estimator is not None:
+        estimator.restore(view, states["estimator"])
+        view.completion_tokens = estimator.cost_tokens(view)
+    selector.prepare(view)
+    selector.restore(view, states["selector"])
+    if estimator is not None:
+        estimator.set_read_share(view, selector.read_share(view))
 
 
 def grow(view: CacheLayer, old: Regions, selector: Selector, estimator: Estimator | None) -> None:

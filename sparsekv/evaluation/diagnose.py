@@ -22,7 +22,8 @@ FILE = "diagnostics.json"
 class DiagnosticsConfig:
     capture: str = option(help="Capture store of held-out text (`sparsekv capture --split heldout`).")
     output: Path = option(help="Folder for diagnostics.json, table.md, report.html and the figures as PNG.")
-    router: str | None = option(None, help="Router artifact (folder or name); adds the selector router.")
+    router: str | None = option(None, help="Router artifact (folder or name); adds the selector router, and sketch if "
+                                          "it has sketches.")
     phi: str | None = option(None, help="Feature-map artifact (folder or name); adds completion by φ.")
     budgets: str = option(",".join(f"{b:g}" for b in BUDGETS), help="Tokens retrieved per query and KV head, as "
                                                                     "fractions of the context; 0 is sink and tail.")

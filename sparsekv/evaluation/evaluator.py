@@ -118,7 +118,8 @@ class Evaluator:
 
     def _reference_chunk(self, batch: AnswerBatch, request: Question) -> Reference:
         following = self._following(request)
-        with attach(self.model, selector="dense") as dense:
+        # as sparse steps do, these leave the prompt's last queries in the cache
+        with attach(self.model, selector="dense", run=RunOptions(sparse_chunks=True)) as dense:
             logits = continue_text(dense, batch, following).logits
         return Reference([following], logits.float().log_softmax(-1)[None])
 

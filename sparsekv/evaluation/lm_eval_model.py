@@ -4,8 +4,9 @@
         --model_args pretrained=M,selector=topk,token_budget=0.02,phi=ART --tasks ...
 
 is `lm_eval` with the class registered; `import sparsekv.evaluation.lm_eval_model` registers it in one's own program.
-Prompts are prefilled densely but for their last token, so every token of an answer comes from sparse attention.
-Scoring of given text (`loglikelihood`) is one forward pass, which is prefill and therefore dense.
+Prompts are prefilled densely but for their last token, so every token of an answer comes from sparse attention; so do
+the log-likelihoods of given answers (multiple choice), whose prompt is prefilled once for all of them. The likelihood
+of whole texts (`loglikelihood_rolling`) is prefill alone and therefore dense.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from __future__ import annotations
 import inspect
 from dataclasses import fields
 from typing import Any
+
+import torch
 
 from sparsekv.util.errors import SparseKVError
 
@@ -22,6 +25,7 @@ def _make() -> Any:
         from lm_eval.api.registry import register_model
         from lm_eval.models.huggingface import HFLM
         from lm_eval.models.utils_hf import stop_sequences_criteria
+        from tqdm import tqdm
     except ImportError as error:
         raise SparseKVError("the lm-eval model class needs lm-eval: run `pip install 'sparsekv[eval]'`") from error
 
@@ -44,13 +48,54 @@ def _make() -> Any:
                 kwargs["device"] = str(pretrained.device)
             super().__init__(pretrained=pretrained, **kwargs)
             self.sparse_options = attach_options(options)
-            with self._attach():  # bad options are refused before the first task
-                pass
+            with self._attach() as attachment:  # bad options are refused before the first task
+                self.dense = attachment.decoding.selector.name == "dense"
+            self.rolling = False
 
-        def _attach(self) -> Any:
+        def _attach(self, **options: Any) -> Any:
             from sparsekv.runtime.hf.attach import attach
 
-            return attach(self.model, **{"dense_below": 0, **self.sparse_options})
+            return attach(self.model, **{"dense_below": 0, **options, **self.sparse_options})
+
+        def loglikelihood_rolling(self, *args: Any, **kwargs: Any) -> list[float]:
+            self.rolling = True
+            try:
+                return super().loglikelihood_rolling(*args, **kwargs)
+            finally:
+                self.rolling = False
+
+        def _loglikelihood_tokens(
+            self, requests: list[Any], disable_tqdm: bool = False, override_bs: int | None = None,
+        ) -> list[tuple[float, bool]]:
+            """Log-likelihood of every continuation and whether it is the greedy one, by sparse steps of all its tokens
+            over a densely read context; contexts that are alike are read once."""
+            if self.dense or self.rolling:
+                return super()._loglikelihood_tokens(requests, disable_tqdm, override_bs)
+            from sparsekv.runtime.plan import RunOptions
+
+            alike: dict[tuple[int, ...], list[int]] = {}
+            for number, (_, context, answer) in enumerate(requests):
+                alike.setdefault(tuple((context + answer)[-(self.max_length + 1):-len(answer)]), []).append(number)
+            found: dict[int, tuple[float, bool]] = {}
+            with self._attach(run=RunOptions(sparse_chunks=True)) as attachment, torch.inference_mode(), tqdm(
+                    total=len(requests), disable=disable_tqdm, desc="log-likelihoods by sparse steps") as bar:
+                for context, numbers in alike.items():
+                    read = torch.tensor([context[:-1]], device=self.device)
+                    cache = attachment.prefill(read) if len(context) > 1 else attachment.cache()
+                    for number in numbers:
+                        answer = requests[number][2]
+                        ids = torch.tensor([[context[-1], *answer[:-1]]], device=self.device)
+                        logits = self.model(ids, past_key_values=cache.fork()).logits[0].float().log_softmax(-1)
+                        wanted = torch.tensor(answer, device=logits.device)
+                        greedy = bool((logits.argmax(-1) == wanted).all())
+                        found[number] = float(logits.gather(1, wanted[:, None]).sum()), greedy
+                        if requests[number][0] is not None:
+                            self.cache_hook.add_partial("loglikelihood", requests[number][0], found[number])
+                        bar.update(1)
+                if alike:
+                    attachment.check_in_force("the method")
+                    self.last_report = attachment.report()
+            return [found[number] for number in range(len(requests))]
 
         def _model_generate(self, context: Any, max_length: int, stop: list[str], **generation_kwargs: Any) -> Any:
             mask = generation_kwargs.get("attention_mask")

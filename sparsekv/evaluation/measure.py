@@ -134,15 +134,19 @@ def _examine(
     for estimator in estimators.values():
         estimator.build(view)
     read: dict[str, list[Selection]] = {}
+    layer = None if router is None else router.layer(view.layer_idx)
+    have = {"router"} if layer is not None else set()
+    have |= {"sketches"} if layer is not None and layer.sketch is not None else set()
     for name in diagnosed():
-        if SELECTOR_ROWS[name].needs and router is None:
+        needs = SELECTOR_ROWS[name].needs
+        if not set(needs) <= have:
             continue
-        needs = router is not None and SELECTOR_ROWS[name].needs
-        trained: dict[str, Any] = {"layer": router.layer(view.layer_idx)} if needs and router else {}
+        trained: dict[str, Any] = {"layer": layer} if needs else {}
         selector = SELECTORS[name](token_budget=0.0, **trained)
         shown = {k: e for k, e in estimators.items() if name == "topk" or k == "phi"}
         read[name] = _steps(total, request, made, selector, shown)
-        if isinstance(selector, Router):
+        if name == "router":
+            assert isinstance(selector, Router)
             total.add("recall", "best", [mass_read(share, best_buckets(request, selector, share, b)).mean(0)
                                          for b in made.budgets], count)
             total.add("heads", "imbalance", imbalance(selector.bucket_sizes[0]).repeat_interleave(view.group), count)

@@ -60,8 +60,8 @@ def parse_methods(
     names: Sequence[str], budgets: Sequence[float], base: SparseConfig | None = None,
 ) -> list[Method]:
     """`topk+phi`, or with options of the selector `magicpig:bits=8:tables=100`, at every budget; methods without a
-    budget (`full`, `streaming`) once. base: its completion and candidates are those of the methods that name none and
-    can have them. Raises SparseKVError."""
+    budget (`full`, `streaming`, `router:probes=32`) once. base: its completion and candidates are those of the methods
+    that name none and can have them. Raises SparseKVError."""
     from sparsekv.core.selectors import Selector
 
     shared = Selector.option_names()  # the evaluation's own: budget and accounting
@@ -78,8 +78,8 @@ def parse_methods(
         options = [_option(word, selector, own) for word in given]
         if candidates is not None and "candidates" in own and "candidates" not in dict(options):
             options.append(("candidates", candidates))
-        methods += [Method(selector, completion or NONE, b, tuple(options))
-                    for b in ((None,) if found.spends.name == "NOTHING" else budgets)]
+        once = found.spends.name == "NOTHING" or "probes" in dict(options)
+        methods += [Method(selector, completion or NONE, b, tuple(options)) for b in ((None,) if once else budgets)]
     if candidates is not None and not any("candidates" in dict(m.options) for m in methods):
         raise SparseKVError("--candidates is an option of selector sketch, and no method has it; leave it out")
     return list(dict.fromkeys(methods))

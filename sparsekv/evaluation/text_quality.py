@@ -33,9 +33,10 @@ LEAST = 512
 """Windows are not made shorter than this where the memory is short [tokens]."""
 
 
-def card_methods() -> list[Method]:
-    """Full attention and what `attach` decodes with where router and maps are given, without the maps and with them."""
-    name = default_selector(("router", "sketches"))
+def card_methods(sketches: bool = True) -> list[Method]:
+    """Full attention and what `attach` decodes with where router and maps are given, without the maps and with them.
+    sketches: whether the router has some."""
+    name = default_selector(("router", "sketches") if sketches else ("router",))
     return parse_methods([FULL, name, f"{name}+phi"], BUDGETS)
 
 
@@ -48,9 +49,9 @@ def measure_text(
     What an interrupted run has finished is kept, in `cells-*.jsonl` there. Where the device's memory does not hold what
     a window takes the first half of each is measured, and so on. `advance(n)` is called as windows are measured by
     methods. Raises SparseKVError where even the shortest do not fit."""
-    methods = card_methods()
-    artifacts: dict[str, Any] = {"router": RouterArtifact.load(folder / "router"),
-                                 "phi": PhiArtifact.load(folder / "phi")}
+    router = RouterArtifact.load(folder / "router")
+    methods = card_methods(router.sketch is not None)
+    artifacts: dict[str, Any] = {"router": router, "phi": PhiArtifact.load(folder / "phi")}
     while True:
         requests = continuations(windows, tail=TOKENS)
         evaluator = Evaluator(model, tokenizer, requests, output=folder, part=f"-{len(windows[0])}", resume=True,

@@ -73,6 +73,7 @@ from sparsekv.kernels.routing import (
 from sparsekv.kernels.sketch import Candidates, sketch_tokens
 from sparsekv.kernels.stored import append_token, decode_attention
 from sparsekv.kernels.types import (
+    BlockFeatures,
     BucketMeans,
     BucketSums,
     CompletionQuery,
@@ -91,6 +92,7 @@ from sparsekv.kernels.vote import soft_vote
 __all__ = [
     "RANK",
     "Anchored",
+    "BlockFeatures",
     "BucketMeans",
     "BucketSums",
     "Candidates",

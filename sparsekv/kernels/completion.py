@@ -54,8 +54,11 @@ def log_phi(x: Tensor, maps: FeatureMapWeights) -> Tensor:
 
 
 def log_phi_key(x: Tensor, maps: FeatureMapWeights) -> Tensor:
-    """`log φ(x)` of a map of keys, `W_out relu(W_in x + b_in) + b_out`: x `[..., H, N, d]` with RoPE -> `[..., H, N,
-    r]`. One layer, without exponentials, because a step runs it for every key that it reads (ours, not the paper's)."""
+    """`log φ(x)` of a map of keys: x `[..., H, N, d]` with RoPE -> `[..., H, N, r]`. With blocks it is the paper's,
+    `log_phi`. Without, `W_out relu(W_in x + b_in) + b_out`: no exponentials, because a step runs it for every key that
+    it reads (ours, not the paper's)."""
+    if maps.alpha.shape[-1]:
+        return log_phi(x, maps)
     h = F.relu(x.to(maps.w_in.dtype) @ maps.w_in + maps.b_in[..., None, :])
     return h @ maps.w_out + maps.b_out[..., None, :]
 

@@ -1,6 +1,7 @@
 """Features of keys, made anew wherever they are wanted: the map of keys is one hidden layer of ReLUs, so that a step
 makes those of the keys that it reads from the keys themselves, and none are kept. What is summed over the mid region
-and what is taken out again are the same function in the same rounding."""
+and what is taken out again are the same function in the same rounding. A map with ReZero blocks (completion paper,
+appendix J) is run in plain torch, in float32."""
 
 from __future__ import annotations
 
@@ -10,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sparsekv.kernels.completion import log_phi
 from sparsekv.kernels.launch import NEG_INF, acc_dtype, as_tokens, dense_last, finite, on_device, padded, shared_bytes
-from sparsekv.kernels.types import FeatureMapWeights, KeyFeatures, KeyMap, PhiCache
+from sparsekv.kernels.types import BlockFeatures, FeatureMapWeights, KeyFeatures, KeyMap, PhiCache
 
 LOG2_E = 1.4426950408889634
 BLOCK, WARPS = 64, 4
@@ -28,16 +30,22 @@ SLICE = 1024
 """Tokens of one product of a sum over all of them, in plain torch."""
 
 
-def key_map(maps: Sequence[FeatureMapWeights], features: int, dtype: torch.dtype) -> KeyMap:
+def key_map(
+    maps: Sequence[FeatureMapWeights], features: int, dtype: torch.dtype,
+) -> KeyMap | FeatureMapWeights:
     """The map of keys from the one that sees keys and, if there are two, that which sees them without the request's
     mean key: all units side by side, products in `dtype`. Maps that make fewer than `features` make the first of them,
     the second map the last; those that both make are added.
 
     A key is taken as it is: what a unit of the second map takes off goes into its bias, and what the rounding of the
     stem makes of the mean key is put back there, because keys lie far from zero.
+
+    One map with blocks stays as it is, in float32 at least.
     """
-    assert not any(m.w_a.shape[-2] for m in maps), "a map of keys has one hidden layer"
     acc = acc_dtype(maps[0].w_in.to(dtype))
+    if any(m.alpha.shape[-1] for m in maps):
+        assert len(maps) == 1, "a map of keys with blocks has no centred half"
+        return FeatureMapWeights(*(w.to(acc).contiguous() for w in maps[0]))
     rows, biases, moves = [], [], []
     for index, m in enumerate(maps):
         first = 0 if index == 0 else features - m.w_out.shape[-1]
@@ -52,15 +60,20 @@ def key_map(maps: Sequence[FeatureMapWeights], features: int, dtype: torch.dtype
                   b_out.to(acc).contiguous())
 
 
-def for_request(maps: KeyMap, mean: Tensor) -> KeyFeatures:
+def for_request(maps: KeyMap | FeatureMapWeights, mean: Tensor) -> KeyFeatures | BlockFeatures:
     """Put the mean keys `[B, Hkv, d]` of a batch of requests into a map of keys; its shift is zero."""
+    if isinstance(maps, FeatureMapWeights):
+        return BlockFeatures(maps, maps.b_out.new_zeros(len(mean), *maps.b_out.shape))
     bias = maps.b_in + (mean.to(maps.b_in.dtype)[..., None, :] @ maps.of_mean)[..., 0, :]
     return KeyFeatures(maps.w_in, bias.contiguous(), maps.w_out, maps.b_out,
                        bias.new_zeros(len(mean), *maps.b_out.shape))
 
 
-def fused(maps: KeyMap | KeyFeatures) -> bool:
-    """Return whether the kernels run this map: on CUDA, not float64, both matrices in a program's shared memory."""
+def fused(maps: KeyMap | FeatureMapWeights | KeyFeatures | BlockFeatures) -> bool:
+    """Return whether the kernels run this map: without blocks, on CUDA, not float64, both matrices in a program's
+    shared memory."""
+    if not isinstance(maps, KeyMap | KeyFeatures):
+        return False
     return on_device(maps.w_in) and room_beside(maps) >= BESIDE_BYTES * maps.w_in.element_size() // 2
 
 
@@ -72,9 +85,11 @@ def room_beside(maps: KeyMap | KeyFeatures) -> int:
     return shared_bytes(maps.w_in.device) - maps.w_in.element_size() * units * (dim + features)
 
 
-def log_features(keys: Tensor, maps: KeyFeatures) -> Tensor:
+def log_features(keys: Tensor, maps: KeyFeatures | BlockFeatures) -> Tensor:
     """Logarithms to the base 2 of the features of keys `[Q, Hkv, n, d]` with RoPE, Q a multiple of the batch, in plain
     torch: `[Q, Hkv, n, r]`, float32 at least. The shift is not taken off."""
+    if isinstance(maps, BlockFeatures):
+        return LOG2_E * log_phi(keys, maps.weights)
     dtype = maps.w_in.dtype
     acc = acc_dtype(maps.w_in)
     bias = maps.bias.repeat_interleave(keys.shape[0] // maps.bias.shape[0], dim=0)
@@ -82,7 +97,7 @@ def log_features(keys: Tensor, maps: KeyFeatures) -> Tensor:
     return hidden.to(dtype).to(acc) @ maps.w_out.to(acc) + maps.b_out[:, None]
 
 
-def key_features(keys: Tensor, maps: KeyFeatures) -> Tensor:
+def key_features(keys: Tensor, maps: KeyFeatures | BlockFeatures) -> Tensor:
     """Make the features of keys, relative to the request's shift.
 
     Args:
@@ -92,13 +107,20 @@ def key_features(keys: Tensor, maps: KeyFeatures) -> Tensor:
     Returns:
         `[Q, Hkv, n, r]` in the precision of the map.
     """
-    return launch_features(keys, maps) if fused(maps) else key_features_reference(keys, maps)
+    if isinstance(maps, KeyFeatures) and fused(maps):
+        return launch_features(keys, maps)
+    return key_features_reference(keys, maps)
 
 
-def key_features_reference(keys: Tensor, maps: KeyFeatures) -> Tensor:
+def key_features_reference(keys: Tensor, maps: KeyFeatures | BlockFeatures) -> Tensor:
     """`key_features` in plain torch."""
     shift = finite(maps.shift).repeat_interleave(keys.shape[0] // maps.shift.shape[0], dim=0)
-    return torch.exp2(log_features(keys, maps) - shift[:, :, None]).to(maps.w_in.dtype)
+    return torch.exp2(log_features(keys, maps) - shift[:, :, None]).to(_precision(maps))
+
+
+def _precision(maps: KeyFeatures | BlockFeatures) -> torch.dtype:
+    """Of the features that a map makes."""
+    return (maps.weights if isinstance(maps, BlockFeatures) else maps).w_in.dtype
 
 
 def launch_features(keys: Tensor, maps: KeyFeatures) -> Tensor:
@@ -123,7 +145,9 @@ def block_of(maps: KeyFeatures) -> int:
     return BLOCK if maps.w_in.element_size() == 2 else 16
 
 
-def phi_sums(keys: Tensor, values: Tensor, first: Tensor, last: Tensor, maps: KeyFeatures) -> PhiCache:
+def phi_sums(
+    keys: Tensor, values: Tensor, first: Tensor, last: Tensor, maps: KeyFeatures | BlockFeatures,
+) -> PhiCache:
     """Sum the features of tokens into a stable cache, in one pass (completion paper, appendix C). Waits for no device.
 
     Args:
@@ -134,18 +158,21 @@ def phi_sums(keys: Tensor, values: Tensor, first: Tensor, last: Tensor, maps: Ke
         The cache; its shift is a whole number, so that raising it rounds nothing. Where there are no tokens
         `m = -inf, z = 0, s = 0`.
     """
-    sums = launch_sums if fused(maps) else phi_sums_reference
-    return sums(keys, values, first, last, maps)
+    if isinstance(maps, KeyFeatures) and fused(maps):
+        return launch_sums(keys, values, first, last, maps)
+    return phi_sums_reference(keys, values, first, last, maps)
 
 
-def phi_sums_reference(keys: Tensor, values: Tensor, first: Tensor, last: Tensor, maps: KeyFeatures) -> PhiCache:
+def phi_sums_reference(
+    keys: Tensor, values: Tensor, first: Tensor, last: Tensor, maps: KeyFeatures | BlockFeatures,
+) -> PhiCache:
     """`phi_sums` in plain torch."""
     places = torch.arange(keys.shape[2], device=keys.device)
     inside = ((places >= first[:, None]) & (places < last[:, None]))[:, None, :, None]
     logs = log_features(keys, maps).masked_fill(~inside, NEG_INF)
     empty = keys.shape[2] == 0
     m = logs.new_full((*logs.shape[:2], logs.shape[3]), NEG_INF) if empty else logs.amax(2).ceil()
-    weights = torch.exp2(logs - finite(m)[:, :, None]).to(maps.w_in.dtype)
+    weights = torch.exp2(logs - finite(m)[:, :, None]).to(_precision(maps))
     return PhiCache(m, weights.sum(2, dtype=logs.dtype), products(weights, values.to(weights.dtype)))
 
 

@@ -72,6 +72,14 @@ class KeyFeatures(NamedTuple):
     shift: Tensor
 
 
+class BlockFeatures(NamedTuple):
+    """A map of keys with ReZero blocks (completion paper, appendix J) as a batch of requests has it: weights `[Hkv,
+    ...]` in float32 at least; shift as in `KeyFeatures`. No kernel runs it."""
+
+    weights: FeatureMapWeights
+    shift: Tensor
+
+
 class PhiCache(NamedTuple):
     """The stable cache of sums of features (completion paper, appendix C): m, z `[B, Hkv, r]`, s `[B, Hkv, r, d]`.
 

@@ -42,8 +42,8 @@ class FeatureMaps(NamedTuple):
         """Whether both maps of keys make all features."""
         return self.centred is not None and self.centred.b_out.shape[-1] == self.query.b_out.shape[-1]
 
-    def of_keys(self, dtype: torch.dtype) -> KeyMap:
-        """That of keys as it is run, with products in `dtype`."""
+    def of_keys(self, dtype: torch.dtype) -> KeyMap | FeatureMapWeights:
+        """That of keys as it is run, with products in `dtype`; as it is where it has blocks."""
         return key_map([m for m in (self.key, self.centred) if m is not None], self.query.b_out.shape[-1], dtype)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> FeatureMaps:
@@ -79,12 +79,11 @@ def log_kernel(log_phi_q: Tensor, log_phi_k: Tensor) -> Tensor:
 
 
 class FeatureMap(nn.Module):
-    """`heads` independent maps `R^d -> R_{>0}^r` of one hidden layer and `blocks` blocks; of keys the layer is of ReLUs
-    and has no block. Input `[heads, T, d]`, output `log φ [heads, T, r]`."""
+    """`heads` independent maps `R^d -> R_{>0}^r` of one hidden layer and `blocks` ReZero blocks, of GELUs; of keys
+    without a block the layer is of ReLUs. Input `[heads, T, d]`, output `log φ [heads, T, r]`."""
 
     def __init__(self, heads: int, dim: int, features: int, width: int, blocks: int = 0, *, of_keys: bool = False):
         super().__init__()
-        assert not (of_keys and blocks)
 
         def matrix(*size: int) -> nn.Parameter:
             return nn.Parameter(torch.randn(heads, *size) * size[-2]**-0.5)

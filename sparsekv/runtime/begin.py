@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sparsekv.core.layer import LayerView
 from sparsekv.core.regions import Regions
-from sparsekv.core.step import LayerState, build_layers
+from sparsekv.core.step import LayerState, build_layers, restore
 from sparsekv.runtime.counters import Counters
 from sparsekv.runtime.decoding import Decoding
 from sparsekv.runtime.hf.cache import HostLayer, SparseCache, SparseLayer
@@ -63,6 +63,8 @@ def begin(
                      for i, away in zip(which, on_host, strict=True)]
     devices = [*layer_devices, *(called[i].device for i in which)]
     began = _now(devices)
+    built = cache.built if cache.built is not None and cache.built.serves(which, starts.tolist(), on_host) else None
+    past = past if built is None else built.past
     regions = {device: Regions.at_prefill_end(starts.to(device), past, decoding.sink_size, decoding.window_size)
                for device in dict.fromkeys(layer_devices)}
     views: list[LayerView | HostView] = []
@@ -82,7 +84,11 @@ def begin(
         for view in views:
             if isinstance(view, HostView):
                 stack.enter_context(view.on_device())
-        build_layers(views, selectors, estimators)
+        if built is None:
+            build_layers(views, selectors, estimators)
+        else:
+            for i, view, selector, estimator in zip(which, views, selectors, estimators, strict=True):
+                restore(view, selector, estimator, built.layers[i])
     for i, view, selector, estimator in zip(which, views, selectors, estimators, strict=True):
         layers[i].state = LayerState(view, selector, estimator, decoding.tails, decoding)
     counters.index_seconds += _now(devices) - began

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from sparsekv.artifacts.phi import PhiArtifact
+from sparsekv.artifacts.phi import OUTSIDE, PhiArtifact
 from sparsekv.artifacts.router import RouterArtifact
 from sparsekv.core.estimators import ESTIMATORS, CentroidEstimator, Estimator, PhiEstimator
 from sparsekv.core.prefill import SparsePrompts
@@ -152,6 +152,8 @@ def make_decoding(
             artifact.check(model)
     usual = "phi" if phi is not None else "centroid" if router is None and untrained(chosen) else NONE
     estimator, phi = _estimator(config.completion or usual, phi)
+    if phi is not None and phi.config.key_blocks:
+        warnings.warn(f"the maps of keys of these feature maps have ReZero blocks: {OUTSIDE}", stacklevel=2)
     if isinstance(estimator, CentroidEstimator):
         whole("num_buckets of completion centroid", estimator.num_buckets, least=1, most=MOST_BUCKETS)
     sink, window = config.sizes(router, phi)

@@ -58,7 +58,8 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class Work:
-    """What is to be done, in the trainers' own words."""
+    """What is to be done, in the trainers' own words. The last three are of the router's query model, 0 where it has
+    none."""
 
     documents: int
     length: int
@@ -72,6 +73,9 @@ class Work:
     features: int
     query_blocks: int
     muon: bool
+    router_steps: int = 0
+    router_batch: int = 0
+    router_hidden: int = 0
 
 
 @dataclass(frozen=True)
@@ -140,7 +144,8 @@ def estimate(shape: ModelShape, work: Work, rates: Rates) -> Estimate:
         capture_memory=shape.parameters * shape.elements + cache + 3 * chunk * shape.intermediate * shape.elements,
         layer_memory=_layer_memory(shape, work),
         capture_seconds=max(prefill_seconds(shape, work, rates), store / DISK),
-        router_seconds=clusters / rates.clusters,
+        router_seconds=clusters / rates.clusters + (
+            work.router_steps * shape.layers * _query_model_operations(shape, work) / rates.maps),
         phi_seconds=work.max_steps * shape.layers * step_operations(shape, work) / rates.maps,
         card_seconds=held_out(work.documents) * work.length * shape.heads_q * shape.layers / rates.cards,
         text_seconds=text_seconds(shape, work, rates))
@@ -179,6 +184,11 @@ def step_operations(shape: ModelShape, work: Work) -> float:
     return made
 
 
+def _query_model_operations(shape: ModelShape, work: Work) -> float:
+    """A training step of the query models of one layer, forward and backward; every query head has a batch."""
+    return 3 * shape.heads_q * work.router_batch * 2 * work.router_hidden * (shape.dim + work.num_buckets)
+
+
 def _orthogonal(rows: int, columns: int) -> float:
     """Operations of `muon.orthogonal` on one matrix."""
     from sparsekv.trainers.muon import STEPS
@@ -190,7 +200,8 @@ def _orthogonal(rows: int, columns: int) -> float:
 def _artifact_bytes(shape: ModelShape, work: Work) -> int:
     d, w, u, r = shape.dim, work.width, 2 * work.key_width, work.features or shape.dim
     maps = shape.heads_q * ((d + r) * w + 2 * work.query_blocks * w * w) + shape.heads_kv * (d + r) * u
-    router = shape.heads_kv * d * (work.num_buckets + 2 * d)
+    second = work.router_hidden * (d + work.num_buckets) if work.router_hidden else 2 * d * d
+    router = shape.heads_kv * (d * work.num_buckets + second)
     return 4 * shape.layers * (maps + router)
 
 
@@ -201,4 +212,8 @@ def _layer_memory(shape: ModelShape, work: Work) -> int:
     pool = work.documents * (2 * 2 * shape.heads_kv * work.length + 6 * shape.heads_q * work.queries) * shape.dim
     units = 10 * work.width * shape.heads_q * work.batch_size + 4 * work.key_width * shape.heads_kv * keys
     step = 4 * (units + 10 * shape.heads_q * work.batch_size * keys // 2)
+    if work.router_hidden:  # the targets of all queries, in half precision; the models are trained before the maps
+        targets = 2 * work.documents * work.queries * shape.heads_q * work.num_buckets
+        batch = 4 * shape.heads_q * work.router_batch * (2 * work.router_hidden + 3 * work.num_buckets)
+        step = max(step, targets + batch)
     return pool + step

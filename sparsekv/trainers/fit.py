@@ -2,8 +2,9 @@
 
 Two things Lightning does not do are done by hand. A batch is a block of steps: on CUDA every step of it is the replay
 of one graph, so that neither Python nor Lightning nor a synchronisation stands between two steps of a millisecond or
-two. And every head keeps the weights of its own best validation: heads are trained together and know nothing of each
-other. An epoch is one block, which makes the end of every block a place to stop and to go on from.
+two. And every head keeps the weights of its own best validation, unless the task asks for the last ones: heads are
+trained together and know nothing of each other. An epoch is one block, which makes the end of every block a place to
+stop and to go on from.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def fit(
     task: Task, *, steps: int, lr: float, output: Path, name: str, description: str, device: str, group: int = 0,
     resume: bool = False, max_seconds: float | None = None, quiet: bool = False, heads: Sequence[str] = (),
 ) -> None:
-    """Train `task` in place, on `device`; afterwards every head has the weights of its best validation.
+    """Train `task` in place, on `device`; afterwards every head has the weights of its best validation, or its last.
 
     `output/metrics.csv` gets a row a block, with `group` in it, unless `quiet`. The checkpoint is
     `output/checkpoints/<name>.ckpt`, read without unpickling any code; with `resume` training goes on from there and
@@ -263,7 +264,8 @@ class HeadsInTraining(LightningModule):
         error = self.task.validate().float()
         before = self.best_error.to(error.device) if self.best else torch.full_like(error, math.inf)
         for name, value in self.task.state_dict().items():
-            better = (error < before).repeat_interleave(value.shape[0] // len(error))
+            better = (error < before) | self.task.last_weights
+            better = better.repeat_interleave(value.shape[0] // len(error))
             kept = self.best.get(name, value).to(value.device)
             self.best[name] = torch.where(better.reshape(-1, *[1] * (value.dim() - 1)), value, kept).clone()
         self.best_error = torch.minimum(error, before)

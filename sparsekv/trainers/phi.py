@@ -47,14 +47,16 @@ has doubled."""
 @dataclass(frozen=True)
 class PhiRecipe:
     """How feature maps are trained. The defaults are what README's first table reports; `completion` is the paper's
-    own.
+    own: a ReZero block of GELUs for queries and keys, its losses, the last weights.
 
     under_weight: λ of the loss term on underestimated mass, which is not in the paper. turned: chance of a step's
     window to be moved past its end; half of it is the chance of its queries to be moved further from the keys (not in
     the paper; 0 = off). calibrate: cap the estimated mass, and fit per head its shift and gate on the validation
     windows. The form of the maps: features, 0 for as many as a head has dimensions; hidden units and blocks of the map
     of queries, one hidden layer without any; hidden units of the map of keys, one hidden layer, with a centred half as
-    many twice, and whether the units of both halves make all features. A map of keys runs again for every key that a
+    many twice, and whether the units of both halves make all features; blocks of the map of keys, which then has no
+    centred half and is run outside the attention kernel. last_weights: keep those, and not every head's best of
+    five validations. A map of keys runs again for every key that a
     step reads: of 32 units twice and 64 features it takes 25 kFLOP a key at 128 dimensions."""
 
     max_steps: int = 2500
@@ -72,18 +74,21 @@ class PhiRecipe:
     features: int = 64
     query_blocks: int = 0
     key_width: int = 32
+    key_blocks: int = 0
     shared: bool = True
+    last_weights: bool = False
 
 
 RECIPES = {DEFAULT: PhiRecipe(),
            "completion": PhiRecipe(max_steps=22_000, width=256, optimizer="adam", weight_decay=0.0, centred=False,
                                    output_weight=0.0, under_weight=0.0, turned=0.0, calibrate=False, features=0,
-                                   query_blocks=1, key_width=128)}
+                                   query_blocks=1, key_width=256, key_blocks=1, shared=False, last_weights=True)}
 
 
 @dataclass(frozen=True)
 class PhiConfig(TrainingOptions):
-    preset: str = option(DEFAULT, help="default, or completion: the paper's losses and maps alone.")
+    preset: str = option(DEFAULT, help="default, or completion: the paper's losses and maps alone, which are "
+                                       "run outside the attention kernel.")
     max_steps: int | None = recipe_option(RECIPES, "max_steps", help="Training steps [steps].", min=1,
                                           max=MOST_STEPS)
     features: int | None = recipe_option(RECIPES, "features", min=0, help="Features r of a map; 0 takes as many as a "
@@ -118,6 +123,9 @@ def train_phi(config: PhiConfig) -> PhiArtifact:
     config.check()
     recipe = chosen(config, RECIPES)
     check_choice("optimizer", recipe.optimizer, OPTIMIZERS)
+    if recipe.centred and recipe.key_blocks:
+        raise SparseKVError(f"--centred needs maps of keys without blocks, and preset {config.preset} has "
+                            f"{recipe.key_blocks}; leave out --centred, or use another preset")
     store = CaptureStore.open(config.capture)
     train, validation = split_documents(store, config.validation_documents)
     sink, window = store.config["sink_size"], store.config["window_size"]
@@ -137,8 +145,9 @@ def phi_memory(recipe: PhiRecipe, store: CaptureStore, documents: int, heads: in
     features, key_width = recipe.features or dim, recipe.key_width * (2 if recipe.centred else 1)
     keys = min(recipe.keys_per_step, store.context_length - store.config["sink_size"] - store.config["window_size"])
     weights = (group * (width * (dim + features) + 2 * recipe.query_blocks * width**2)
-               + key_width * (dim + features))
-    step = group * recipe.batch_size * (width + 2 * keys // min(WINDOWS, documents)) + keys * key_width
+               + key_width * (dim + features) + 2 * recipe.key_blocks * key_width**2)
+    step = (group * recipe.batch_size * (width + 2 * keys // min(WINDOWS, documents))
+            + keys * key_width * (1 + 2 * recipe.key_blocks))
     return pool_bytes(store, documents, heads) + 4 * heads * (3 * weights + step)
 
 
@@ -178,7 +187,7 @@ def _train(
             PhiArtifactConfig(
                 model=store.model, layers=store.layers, num_features=recipe.features or store.head_dim,
                 width=recipe.width, query_blocks=recipe.query_blocks, key_width=recipe.key_width,
-                shared=recipe.shared, centred=recipe.centred,
+                key_blocks=recipe.key_blocks, shared=recipe.shared, centred=recipe.centred,
                 read_shares=[share or 0.0 for share in CASES.values()], sink_size=sink, window_size=window,
                 capped=recipe.calibrate,
                 provenance=provenance(store, asdict(config) | asdict(recipe), train, validation), quality=quality),
@@ -200,6 +209,7 @@ class PhiTask(Task):
         super().__init__()
         self.recipe, self.pool, self.seed = recipe, pool, seed
         self.weight_decay, self.muon = recipe.weight_decay, recipe.optimizer == "muon"
+        self.last_weights = recipe.last_weights
         dim = pool.keys.shape[3]
         features = recipe.features or dim
         seeds = [(seed * 997 + part.layer) * 4096 + part.first + h for part in parts for h in range(part.heads)]
@@ -209,7 +219,7 @@ class PhiTask(Task):
         def key_maps(heads: int) -> CentredMap | FeatureMap:
             if recipe.centred:
                 return CentredMap(heads, dim, features, recipe.key_width, shared=recipe.shared)
-            return FeatureMap(heads, dim, features, recipe.key_width, of_keys=True)
+            return FeatureMap(heads, dim, features, recipe.key_width, recipe.key_blocks, of_keys=True)
 
         self.key_maps = by_head(key_maps, [s * 64 for s in seeds])
         self.query_maps.whiten(pool.queries[0].float().cpu())

@@ -58,6 +58,10 @@ ON_CPU = Sizes(26, 2048, 128, {"num_buckets": 256},
                "maps of the sizes of `sparsekv demo`, measured with SmolLM2-135M (docs/start.md); a GPU has "
                "others")
 
+SAAP = "saap"
+SAAP_ON_CPU: dict[str, Any] = {"max_steps": 50, "lr": 1e-3}
+"""Steps of the query model that a CPU has time for; 40,000 at the paper's 1e-5 end no earlier."""
+
 
 @dataclass(frozen=True)
 class TrainConfig:
@@ -78,6 +82,11 @@ class TrainConfig:
                                                         "quarter [windows].", group="Sizes", min=0)
     layers: str | None = option(None, help="Layers to train, for example 0-3,8,11; without it all that can be.",
                                 group="Sizes")
+    router: str | None = option(None, choices=(SAAP,), group="Sizes", help=(
+        "saap trains the paper's router: a query model over buckets of keys without RoPE, no sketches, a sink of 1 and "
+        "a window of 2047 tokens; without it buckets and sketches, nothing of them by gradient."))
+    router_steps: int | None = option(None, help="Training steps of that query model; without it 40000, on a CPU 50 "
+                                                 "[steps].", group="Sizes", min=1, max=MOST_STEPS)
     phi_steps: int | None = option(None, help="Training steps of the feature maps; most of the time is theirs; without "
                                               "it 2500, on a CPU 200 [steps].", group="Sizes", min=1, max=MOST_STEPS)
     rope_scaling: str | None = option(None, help=ROPE_SCALING, group="Running")
@@ -242,8 +251,11 @@ def _check_same(config: TrainConfig, plan: TrainingPlan, out: Path) -> None:
 def _capture_config(config: TrainConfig, plan: TrainingPlan, out: Path) -> CaptureConfig:
     from sparsekv.capture.config import CaptureConfig
 
+    sizes: dict[str, Any] = {}
+    if config.router == SAAP:  # maps that complete its steps leave the same to exact attention
+        sizes["sink_size"], sizes["window_size"] = _exact(SAAP)
     return CaptureConfig(
-        model=config.model, corpus=config.corpus, output=str(out / CAPTURE), split="train", seed=config.seed,
+        **sizes, model=config.model, corpus=config.corpus, output=str(out / CAPTURE), split="train", seed=config.seed,
         context_length=plan.context_length, num_documents=plan.documents, synthetic_documents=plan.synthetic,
         layers=config.layers,
         queries_per_document=plan.queries, rope_scaling=config.rope_scaling, dtype=config.dtype, device=config.device)
@@ -262,11 +274,35 @@ def plan_training(config: TrainConfig, kept: TrainingPlan | None = None) -> tupl
     layers = None if config.layers is None else parse_layers(config.layers)
     check_layers(config.layers, about.get_text_config().num_hidden_layers)
     shape = shape_of(about, None if layers is None else len(layers), _element(config.dtype, about, gpu))
-    sizes = ON_GPU if gpu else ON_CPU
+    sizes = _sizes(config, gpu)
     plan = kept or planned(config, sizes, shape, about.get_text_config().max_position_embeddings, _memory(gpu))
+    if config.router == SAAP and plan.context_length <= (exact := sum(_exact(SAAP))):
+        raise SparseKVError(f"--router saap reads {exact} tokens of a window exactly, and windows have "
+                            f"{plan.context_length}; give a --context-length above {exact}")
     work = _work(plan)
     found = estimate(shape, work, GPU if gpu else CPU_THREAD.times(_threads()))
     return plan, _say(config, plan, shape, sizes, found, device)
+
+
+def _sizes(config: TrainConfig, gpu: bool) -> Sizes:
+    """Those of the machine, with the router that is asked for. Raises SparseKVError."""
+    sizes = ON_GPU if gpu else ON_CPU
+    if config.router != SAAP:
+        if config.router_steps is not None:
+            raise SparseKVError("--router-steps is of a query model, and this router has none; add --router saap, or "
+                                "leave it out")
+        return sizes
+    steps = {} if config.router_steps is None else {"max_steps": config.router_steps}
+    router = {**sizes.router, "preset": SAAP, **({} if gpu else SAAP_ON_CPU), **steps}
+    return sizes._replace(router=router, context_length=max(sizes.context_length, 2 * sum(_exact(SAAP))))
+
+
+def _exact(preset: str) -> tuple[int, int]:
+    """Sink and window of a preset that has its own [tokens]."""
+    from sparsekv.trainers.router import RECIPES
+
+    recipe = RECIPES[preset]
+    return recipe.sink_size or 0, recipe.window_size or 0
 
 
 def planned(config: TrainConfig, sizes: Sizes, shape: ModelShape, longest: int, memory: int) -> TrainingPlan:
@@ -288,10 +324,13 @@ def _work(plan: TrainingPlan) -> Work:
     from sparsekv.trainers.phi import RECIPES as PHI_RECIPES
     from sparsekv.trainers.router import RECIPES as ROUTER_RECIPES
 
-    phi, router = {**asdict(PHI_RECIPES[DEFAULT]), **plan.phi}, {**asdict(ROUTER_RECIPES[DEFAULT]), **plan.router}
+    phi = {**asdict(PHI_RECIPES[DEFAULT]), **plan.phi}
+    router = {**asdict(ROUTER_RECIPES[plan.router.get("preset", DEFAULT)]), **plan.router}
+    learns = router["scores"] == "mlp"
+    model = (router[name] if learns else 0 for name in ("max_steps", "batch_size", "hidden_size"))
     return Work(plan.documents, plan.context_length, plan.queries, router["num_buckets"], phi["max_steps"],
                 phi["width"], phi["batch_size"], phi["keys_per_step"], phi["key_width"], phi["features"],
-                phi["query_blocks"], phi["optimizer"] == "muon")
+                phi["query_blocks"], phi["optimizer"] == "muon", *model)
 
 
 def _say(config: TrainConfig, plan: TrainingPlan, shape: ModelShape, sizes: Sizes, found: Estimate, device: str) -> str:

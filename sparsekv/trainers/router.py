@@ -46,8 +46,9 @@ class RouterRecipe:
     of the query model; batch_size: queries of a query head and step; long_range: it trains on queries whose best key is
     further away than this [tokens], where a window has enough of them; one_window: all queries of a step are of one
     window. sink_size, window_size: what it leaves to exact attention, and the artifact says [tokens]; the capture's
-    where they are None. constant_rate: no warm-up and no decay. sketch_bytes, sketch_wide: a quarter of the head
-    dimension and an eighth of that where they are None."""
+    where they are None. constant_rate: no warm-up and no decay. last_weights: keep those, and not every head's best of
+    five validations. sketch_bytes, sketch_wide: a quarter of the head dimension and an eighth of that where they are
+    None."""
 
     num_buckets: int = 1024
     scores: str = "mean_key"
@@ -61,6 +62,7 @@ class RouterRecipe:
     sink_size: int | None = None
     window_size: int | None = None
     constant_rate: bool = False
+    last_weights: bool = False
     sketch_bytes: int | None = None
     sketch_wide: int | None = None
 
@@ -68,7 +70,7 @@ class RouterRecipe:
 RECIPES = {DEFAULT: RouterRecipe(),
            "saap": RouterRecipe(scores="mlp", key_space="pre", max_steps=40_000, batch_size=1000, lr=1e-5,
                                 long_range=1024, one_window=True, sink_size=1, window_size=2047, constant_rate=True,
-                                sketch_bytes=0)}
+                                last_weights=True, sketch_bytes=0)}
 
 
 @dataclass(frozen=True)
@@ -200,7 +202,7 @@ class RouterTask(Task):
                  seed: int, name: str = ""):
         super().__init__()
         self.seed, self.batch, self.one_window = seed, recipe.batch_size, recipe.one_window
-        self.constant_rate = recipe.constant_rate
+        self.constant_rate, self.last_weights = recipe.constant_rate, recipe.last_weights
         self.documents, self.heads_q, self.per_document = pool.queries.shape[:3]
         self.heads_kv, self.group = pool.heads_kv, pool.group
         seeds = [(seed * 997 + part.layer) * 4096 + part.first + h for part in parts for h in range(part.heads)]

@@ -24,6 +24,9 @@ class Task(nn.Module):
     constant_rate = False
     """Whether the learning rate neither warms up nor decays."""
 
+    last_weights = False
+    """Whether a training ends with its last weights, and not with every head's best validated ones."""
+
     def draws(self, first: int, count: int) -> dict[str, Tensor]:
         """Random choices of the steps `first..first + count`, on the CPU, the step as first dimension. They depend on
         nothing but the seed and the step."""

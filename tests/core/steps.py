@@ -68,11 +68,12 @@ def tiny(group: int, dim: int, dtype: torch.dtype, device: str = "cpu", kv_heads
     return t.AutoModelForCausalLM.from_config(config).eval().to(device=device, dtype=dtype)
 
 
-def trained(model):
+def trained(model, key_blocks: int = 0):
     """A router and feature maps, in float64 with a model that is: centred and capped with some numbers of heads, one
     head's gate closed, shifts that grow with what is read, and sums that differ by few orders of magnitude."""
     heads = model.config.num_attention_heads // 2
-    router, phi = artifacts(model, features=16, centred=heads != 3, capped=heads not in (3, 8))
+    router, phi = artifacts(model, features=16, centred=heads != 3 and not key_blocks, capped=heads not in (3, 8),
+                            key_blocks=key_blocks)
     dtype = torch.promote_types(model.dtype, torch.float32)
     phi.maps = phi.maps.map(lambda w: 0.5 * w.to(dtype))
     phi.config = replace(phi.config, read_shares=[0.0, 0.3])
@@ -83,10 +84,11 @@ def trained(model):
 
 def steps_of(
     model, case: str, completion: str, batch: int, monkeypatch, *, prompt: int = PROMPT, placement: str = "gpu",
+    key_blocks: int = 0,
 ) -> tuple[list[Taken], SparseCache]:
     """Decode a padded batch, some tokens alone and the last in a chunk."""
     name, options = cases()[case]
-    router, phi = trained(model)
+    router, phi = trained(model, key_blocks)
     taken: list[Taken] = []
     step = LayerState.step
 

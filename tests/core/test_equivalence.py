@@ -61,6 +61,19 @@ def test_a_prompt_without_a_mid_region(case: str, completion: str, monkeypatch) 
             torch.testing.assert_close(x.step.out.double(), literal_step(*x), rtol=limit, atol=max(limit, 1e-6))
 
 
+@pytest.mark.parametrize("placement", ["gpu", "offload"])
+@pytest.mark.parametrize("case", ["sketch", "router-probes"])
+@pytest.mark.filterwarnings("ignore:the maps of keys of these feature maps have ReZero blocks")
+def test_maps_of_keys_with_blocks_complete_outside_the_kernel(case: str, placement: str, monkeypatch) -> None:
+    """The completion paper's maps, two blocks one after the other, over a mid region that grows."""
+    for group in (3, 4):
+        taken, _ = steps_of(tiny(group, 10, torch.float64), case, "phi", len(PADS), monkeypatch, placement=placement,
+                            key_blocks=2)
+        assert taken[-1].estimator is not None and not taken[-1].estimator.in_kernel
+        for x in (taken[0], taken[-1]):
+            torch.testing.assert_close(x.step.out, literal_step(*x), **close(case))
+
+
 @in_turn(list(CASES), COMPLETIONS)
 def test_a_step_on_captured_tensors_is_that_of_the_runtime(case: str, completion: str, group: int, monkeypatch) -> None:
     model = tiny(group, 10, torch.float64)

@@ -115,27 +115,28 @@ def test_layers_side_by_side_are_each_by_itself(monkeypatch, name, options, scor
             assert torch.equal(found.selection.as_tokens(), wanted.selection.as_tokens())
 
 
-def phi_layers(count: int, *, centred: bool, capped: bool) -> list[PhiLayer]:
+def phi_layers(count: int, *, centred: bool, capped: bool, blocks: int = 0) -> list[PhiLayer]:
     torch.manual_seed(5)
     made = []
     for _ in range(count):
         query = FeatureMap(2 * HEADS, DIM, 6, 10).weights()
         keys = CentredMap(HEADS, DIM, 6, 7, shared=True) if centred else None
-        plain = FeatureMap(HEADS, DIM, 6, 7, blocks=0).weights() if keys is None else keys.plain.weights()
+        plain = FeatureMap(HEADS, DIM, 6, 7, blocks=blocks).weights() if keys is None else keys.plain.weights()
         maps = FeatureMaps(query, plain, None if keys is None else keys.centred.weights())
         made.append(PhiLayer(maps.map(lambda w: w.detach().double()), torch.zeros(1, 2 * HEADS).double(),
                              capped=capped))
     return made
 
 
-@pytest.mark.parametrize(("centred", "capped"), [(True, True), (False, False), (True, False)])
+@pytest.mark.parametrize(("centred", "capped", "blocks"), [(True, True, 0), (False, False, 0), (True, False, 0),
+                                                          (False, True, 1)])
 @pytest.mark.parametrize("pads", [(0,), (0, 31, 90)])
-def test_layers_summarised_at_once_are_each_by_itself(monkeypatch, centred, capped, pads) -> None:
+def test_layers_summarised_at_once_are_each_by_itself(monkeypatch, centred, capped, blocks, pads) -> None:
     views, steps, _ = layers_of(5, pads, "rot", "mean_key", False)
     monkeypatch.setattr(stacked, "SUMMED_BYTES", 3 * views[0].keys.numel() * views[0].keys.element_size())
     sums, own_sum = [], PhiEstimator._sum
     monkeypatch.setattr(PhiEstimator, "_sum", lambda *given: (sums.append(1), own_sum(*given))[1])
-    maps = phi_layers(5, centred=centred, capped=capped)
+    maps = phi_layers(5, centred=centred, capped=capped, blocks=blocks)
     together, alone = ([PhiEstimator(layer) for layer in maps] for _ in range(2))
     selectors = [SELECTORS["topk"](token_budget=9) for _ in views]
     build_layers(views, selectors, together)

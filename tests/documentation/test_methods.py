@@ -20,7 +20,7 @@ def test_tables_of_methods_are_drawn_from_the_code(page: str) -> None:
     assert (ROOT / page).read_text(encoding="utf-8") == _methods.written(page), AGAIN
 
 
-@pytest.mark.parametrize("page", [p for p in DRAWN if p not in _methods.PLACES])
+@pytest.mark.parametrize("page", DRAWN)
 def test_tables_of_results_are_drawn_from_their_rows(page: str) -> None:
     assert (ROOT / page).read_text(encoding="utf-8") == DRAWN[page], AGAIN
 

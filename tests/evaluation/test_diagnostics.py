@@ -84,13 +84,13 @@ def test_coverage_is_the_fewest_keys_that_hold_the_share(made) -> None:
 
 def test_tables_hold_what_must_be_so(made) -> None:
     _, _, d = made
-    assert set(d.errors) == {"topk", "topk+phi", "router", "router+phi", "topk+centroid"}
+    assert set(d.errors) == {"topk", "topk+phi", "router", "router+phi", "sketch", "sketch+phi", "topk+centroid"}
     for name, table in d.errors.items():
         assert table.shape == (3, 4, len(BUDGETS)) and torch.isfinite(table).all()
         assert table[..., -1].max() < 1e-3, name
-    for selector in ("topk", "router"):
+    for selector in ("topk", "router", "sketch"):
+        assert torch.allclose(d.errors["topk"][..., 0], d.errors[selector][..., 0], atol=1e-6)
         assert (d.mass[selector].diff(dim=-1) > 0).all() and (d.read[selector].diff(dim=-1) > 0).all()
-    assert torch.allclose(d.errors["topk"][..., 0], d.errors["router"][..., 0], atol=1e-6)
     assert (d.mass["topk"].sum((0, 1)) >= d.mass["router"].sum((0, 1)) - 1e-4).all()
     grouped = d.recall["oracle"].reshape(3, 2, 2, -1).mean(2)
     assert (grouped[..., 1:4] <= 1.05).all() and torch.allclose(grouped[..., -1], torch.ones(3, 2), atol=1e-5)

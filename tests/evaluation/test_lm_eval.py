@@ -1,6 +1,7 @@
 import random
 
 import pytest
+import torch
 from tiny import make_model
 from tiny_artifacts import artifacts
 
@@ -264,3 +265,39 @@ def test_only_the_prompts_that_are_used_are_made(tmp_path, tokenizer, monkeypatc
                         lambda every, **words: shown.append(len(every)) or plain(every[:9], **words))
     monkeypatch.setattr(req, "_fewer", lambda name, *_: name)
     assert req.make_requests(["niah_single_1"], tmp_path, [1024], 3) == made and shown == [500] and len(made) == 3
+
+
+def test_multiple_choice_is_scored_by_sparse_steps(tokenizer, prompts) -> None:
+    """Answers of one token and of several: full attention's where everything is read, and what the steps of a
+    generation say, one token after the other, where little is."""
+    from lm_eval.api.instance import Instance
+
+    import sparsekv
+
+    contexts = [p.args[0] for p in prompts]
+    pairs = [Instance("loglikelihood", {}, (text, answer), i)
+             for i, text in enumerate(contexts) for answer in ("A", "xyz!", "0 of 7")]
+
+    def likelihoods(kind: str, **options):
+        lm, _ = answers(kind, tokenizer, [], **options)
+        return lm, lm.loglikelihood(pairs, disable_tqdm=True)
+
+    _, expected = likelihoods("hf")
+    _, everything = likelihoods("sparsekv", selector="topk", token_budget=1.0)
+    assert [x for x, _ in everything] == pytest.approx([x for x, _ in expected], abs=1e-3)
+    assert [same for _, same in everything] == [same for _, same in expected]
+    lm, sparse = likelihoods("sparsekv", selector="topk", token_budget=4)
+    assert lm.last_report["sparse_calls"]
+    assert [x for x, _ in sparse] != pytest.approx([x for x, _ in expected], abs=1e-3)
+    context, answer = contexts[1], "xyz!"
+    read, wanted = (torch.tensor([tokenizer.encode(text)]) for text in (context, answer))
+    with torch.inference_mode(), sparsekv.attach(
+            lm.model, selector="topk", token_budget=4, dense_below=0) as attachment:
+        cache, total, token = attachment.prefill(read[:, :-1]), 0.0, read[:, -1:]
+        for place in range(wanted.shape[1]):
+            total += float(lm.model(token, past_key_values=cache).logits[0, -1].log_softmax(-1)[wanted[0, place]])
+            token = wanted[:, place:place + 1]
+    assert sparse[4][0] == pytest.approx(total, abs=1e-3)
+    rolling = [Instance("loglikelihood_rolling", {}, (context,), 0)]
+    assert lm.loglikelihood_rolling(rolling, disable_tqdm=True) == pytest.approx(
+        answers("hf", tokenizer, [])[0].loglikelihood_rolling(rolling, disable_tqdm=True), abs=1e-3)

@@ -40,9 +40,9 @@ def test_whitening_does_not_change_with_the_data_scale() -> None:
     torch.testing.assert_close(one(x), other(x * 37 + 5), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize(("blocks", "of_keys"), [(0, True), (0, False), (1, False), (3, False)])
+@pytest.mark.parametrize(("blocks", "of_keys"), [(0, True), (1, True), (0, False), (1, False), (3, False)])
 def test_a_map_has_as_many_blocks_as_its_weights(blocks: int, of_keys: bool) -> None:
-    """Against the layers written out, head by head; those of keys are of ReLUs."""
+    """Against the layers written out, head by head; those of keys without a block are of ReLUs."""
     torch.manual_seed(0)
     made = FeatureMap(2, 6, 5, 7, blocks, of_keys=of_keys).double()
     for p in made.parameters():
@@ -54,7 +54,7 @@ def test_a_map_has_as_many_blocks_as_its_weights(blocks: int, of_keys: bool) -> 
         return torch.nn.functional.gelu(y, approximate="tanh")
 
     for head in range(2):
-        h = (torch.relu if of_keys else gelu)(x[head] @ made.w_in[head] + made.b_in[head])
+        h = (torch.relu if of_keys and not blocks else gelu)(x[head] @ made.w_in[head] + made.b_in[head])
         for n in range(blocks):
             inner = gelu(h @ made.w_a[head, n] + made.b_a[head, 7 * n:7 * n + 7])
             h = h + made.alpha[head, n] * inner @ made.w_b[head, n]

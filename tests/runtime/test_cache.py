@@ -104,6 +104,44 @@ def test_a_prefix_is_saved_and_loaded(tmp_path):
             foreign.load_prefix(tmp_path / "nothing")
 
 
+@pytest.mark.parametrize("options", [{"fit": "fixed"}, {"fit": "fitted"}, {"selector": "router"},
+                                     {"selector": "router", "scores": "mlp"}, {"selector": "topk"},
+                                     {"selector": "quest", "completion": "centroid"}], ids=str)
+def test_a_prefix_brings_its_index_and_estimates(tmp_path, options, monkeypatch):
+    """Nothing is built again, and steps are those of the cache that was saved, a question of several tokens later too;
+    other artifacts, selectors and options are refused."""
+    model, ids = make_model(), prompt(90)
+    router, phi = artifacts(model)
+    options = {"router": router, "phi": phi, "token_budget": 12, **options}
+    path, built = tmp_path / "prefix.safetensors", []
+    with attach(model, **options) as attachment:
+        cache = attachment.prefill(ids[:, :80])
+        attachment.save_prefix(cache, path)
+        assert all(layer.state is None for layer in cache.layers)
+        want = [step(model, ids[:, t:t + 1], cache) for t in range(80, 84)]
+    monkeypatch.setattr("sparsekv.runtime.begin.build_layers", lambda *given: built.append(given))
+    with attach(model, **{**options, "token_budget": 12}) as again:
+        held = again.load_prefix(path)
+        for t, one in zip(range(80, 84), want, strict=True):
+            torch.testing.assert_close(step(model, ids[:, t:t + 1], held), one)
+        asked = again.prefill(ids[:, 80:86], cache=again.load_prefix(path))
+        assert torch.isfinite(step(model, ids[:, 86:87], asked)).all()
+        assert int(asked.layers[1].state.view.regions.mid_last) == 64 and not built
+        cut = again.load_prefix(path)
+        cut.crop(70)
+        assert cut.built is None
+    other = "topk" if options.get("selector") == "quest" else "quest"
+    with attach(model, **{**options, "selector": other, "fit": None, "scores": None}) as wrong:
+        with pytest.raises(SparseKVError, match=f"index and estimates made with selector .*; this attachment has select"
+                                                f"or '{other}'.*index=False"):
+            wrong.load_prefix(path)
+        assert wrong.load_prefix(path, index=False).get_seq_length() == 80
+    if "selector" not in options:
+        router.centroids = router.centroids.flip(-1)
+        with attach(model, **options) as wrong, pytest.raises(SparseKVError, match=r"made with router '.*has router '"):
+            wrong.load_prefix(path)
+
+
 def test_a_prefix_written_with_index_and_estimate_inside_still_loads(tmp_path):
     """As version 0.1 wrote them when decoding had begun before they were saved."""
     model, ids = make_model(), prompt(90)

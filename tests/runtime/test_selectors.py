@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from views import built, extended, full_attention, make_view
 
+from sparsekv.core.baselines.faiss import _resources, gpu_resources
 from sparsekv.core.baselines.lfps import GAMMA
 from sparsekv.core.baselines.magicpig import sampling_probability
 from sparsekv.core.buckets import ALONE, RESTARTS, moved, restart_empty
@@ -133,6 +136,38 @@ def test_faiss_approximate_indexes_grow(factory):
         run("faiss", {}, token_budget=3, factory="NoSuchIndex")
 
 
+def test_faiss_stays_in_cpu_memory_where_a_gpu_index_cannot_serve(monkeypatch):
+    """Keys in CPU memory, a package without GPU support, lists longer than a GPU index gives."""
+    cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
+    assert gpu_resources(cpu, 20) is None
+    monkeypatch.setitem(sys.modules, "faiss", SimpleNamespace(contrib=None))
+    monkeypatch.setitem(sys.modules, "faiss.contrib", SimpleNamespace(torch_utils=None))
+    monkeypatch.setitem(sys.modules, "faiss.contrib.torch_utils", SimpleNamespace())
+    assert gpu_resources(cuda, 20) is None
+    sys.modules["faiss"].StandardGpuResources = object
+    assert gpu_resources(cuda, 2049) is None and gpu_resources(cuda, 2048) is gpu_resources(cuda, 20) is not None
+    _resources.cache_clear()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("factory", ["flat", "ivf"])
+def test_faiss_on_a_gpu_finds_what_it_finds_in_cpu_memory(factory):
+    if not hasattr(pytest.importorskip("faiss"), "StandardGpuResources"):
+        pytest.skip("faiss without GPU support")
+    found = []
+    for device in ("cuda", "cpu"):
+        before, queries, step = make_view(length=6000, new=8)
+        regions = Regions.at_prefill_end(torch.zeros(1, dtype=torch.long, device=device), 6000, 3, 10)
+        before, step = (replace(view, keys=view.keys.to(device), values=view.values.to(device),
+                                regions=regions.grown(view.length)) for view in (before, step))
+        selector = built(SELECTORS["faiss"](token_budget=60, factory=factory, nprobe=10_000), before)
+        assert (selector.indexes[0][0].resources is not None) == (device == "cuda")
+        grown = extended(selector.fork(), step, 6004)
+        asked = replace(queries, rot=queries.rot.to(device), lengths=queries.lengths.to(device))
+        found.append(grown.select(step, asked).as_tokens().cpu().sort().values)
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("factory, least", [("ivf", 0.7), ("hnsw", 0.97)])
 def test_faiss_searches_as_far_as_the_budget_asks(factory, least):
     before, queries, step = make_view(length=6000, new=8)
@@ -143,10 +178,10 @@ def test_faiss_searches_as_far_as_the_budget_asks(factory, least):
     recalls = [len(chosen(found, t, h) & best(scores(step, queries, 0, h, t), 60)) / 60
                for t in range(8) for h in range(4)]
     assert sum(recalls) / len(recalls) > least
-    index, q = selector.indexes[0][0], queries.rot[0, 0].float().numpy()
+    index, q = selector.indexes[0][0], queries.rot[0, 0]
     products, ids = index.search(q, 5)
-    keys = before.keys[0, 0, selector.first[0]:].float().numpy()
-    assert np.allclose(products, np.take_along_axis(q @ keys.T, ids, 1), rtol=1e-3, atol=1e-3)
+    keys = before.keys[0, 0, selector.first[0]:]
+    torch.testing.assert_close(products, (q @ keys.mT).gather(1, ids), rtol=1e-3, atol=1e-3)
 
 
 class Trained:
@@ -504,6 +539,8 @@ def test_lfps_bypasses_heads_that_look_at_the_sink():
     torch.testing.assert_close(out[0, 0], step.values[0, 0, mid(step, 0)].mean(0))
     done = sparse_step(step, queries, selector, None)
     torch.testing.assert_close(done.out[0, 0, 0], step.values[0, 0, 0], rtol=1e-2, atol=1e-2)
+    searched = built(SELECTORS["lfps"](token_budget=8, eta=1.0), before).select(step, queries)
+    assert chosen(searched, 0, 0) and torch.isneginf(searched.rest[1]).all()
 
 
 def test_budgets_of_the_worked_example():

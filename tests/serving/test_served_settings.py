@@ -9,12 +9,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from tiny import make_model
 from tiny_artifacts import artifacts
 
 from sparsekv.core.prefill import SparsePrompts
 from sparsekv.runtime.vllm.checks import check_engine, served_shape
 from sparsekv.runtime.vllm.settings import ServedShape, Serving, served_model
+from sparsekv.runtime.vllm.summaries import bytes_of
 from sparsekv.util.errors import SparseKVError
 
 SHAPE = ServedShape("LlamaForCausalLM", 3, 4, 2, 16)
@@ -115,6 +117,13 @@ def test_bad_entries(folder: Path, entries: dict[str, Any], said: str) -> None:
 def test_settings_that_do_not_fit(folder: Path, entries: dict[str, Any], said: str) -> None:
     with pytest.raises(SparseKVError, match=said):
         served_model(load(folder, **entries), SHAPE)
+
+
+def test_maps_of_keys_with_blocks_are_not_served() -> None:
+    maps = artifacts(make_model(), centred=False, key_blocks=1)[1].layer(1)
+    assert maps is not None
+    with pytest.raises(SparseKVError, match=r"residual blocks.*completion none in the settings file"):
+        bytes_of(maps, 2, torch.float32)
 
 
 def test_another_model(folder: Path) -> None:

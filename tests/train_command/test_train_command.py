@@ -226,3 +226,27 @@ def test_the_page_says_what_the_formulas_give(name: str) -> None:
             found.capture_seconds, found.router_seconds, found.phi_seconds, found.card_seconds + found.text_seconds]
     for cell, value in zip(shown, made, strict=True):
         assert float(cell) == pytest.approx(value, abs=0.051 if "." in cell else 0.51)
+
+
+def test_the_papers_router_is_one_option_away(place: Path, capsys) -> None:
+    """A query model is trained, complete with maps that leave the same sizes to exact attention; it decodes by the
+    density rule and by whole buckets."""
+    saap = {"router": "saap", "router_steps": 2, "context_length": 2200, "num_documents": 2, "synthetic_documents": 0}
+    with pytest.raises(SparseKVError, match="saap reads 2048 tokens of a window exactly, and windows have 192"):
+        run_train(config(place, "saap", router="saap"))
+    with pytest.raises(SparseKVError, match="--router-steps is of a query model"):
+        run_train(config(place, "saap", router_steps=2))
+    (place / "longer.txt").write_text("".join(f"The {i}th line says {i * i % 97}.\n" for i in range(2000)))
+    made = run_train(config(place, "saap", corpus=str(place / "longer.txt"), **saap))
+    said = made.summary()
+    assert "a query model of 1024 hidden units by gradient (Saap)" in said
+    assert "nothing by gradient" in RouterArtifact.load(place / "whole" / "router").summary()
+    router, phi = RouterArtifact.load(place / "saap" / "router"), PhiArtifact.load(place / "saap" / "phi")
+    assert router.weights is not None and router.sketch is None and router.config.num_buckets == 256
+    assert {(a.config.sink_size, a.config.window_size) for a in (router, phi)} == {(1, 2047)}
+    assert router.config.provenance["options"]["max_steps"] == 2
+    assert made.quality is not None and {s.selector for s in made.quality.settings} == {"router"}
+    for spent in ({"token_budget": 8}, {"probes": 3}):
+        with sparsekv.attach(make_model(), place / "saap", dense_below=0, **spent) as attachment:
+            assert attachment.generate(prompt(2100), max_new_tokens=2).shape == (1, 2102)
+            assert attachment.decoding.selector.name == "router" and attachment.report()["sparse_calls"]

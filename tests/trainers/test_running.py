@@ -81,6 +81,13 @@ def test_every_head_keeps_its_best_weights(tmp_path) -> None:
     assert len([e for e in metrics["validation_error"] if e == e]) == VALIDATIONS
 
 
+def test_a_task_that_asks_for_them_ends_with_its_last_weights(tmp_path) -> None:
+    task = Toy()
+    task.last_weights = True
+    assert torch.equal(fit_toy(task, tmp_path, quiet=True).place[:, 0], task.seen[-1])
+    assert float((task.place[0] - task.target[0]).abs()) > 0.9
+
+
 @pytest.mark.parametrize("which", [signal.SIGTERM, signal.SIGINT], ids=["sigterm", "ctrl-c"])
 def test_an_interrupted_run_stops_after_the_block_and_resumes(tmp_path, capsys, which: int) -> None:
     before = signal.getsignal(signal.SIGINT)

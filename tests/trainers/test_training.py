@@ -96,6 +96,8 @@ def test_defaults_are_the_recipe_and_presets_the_papers(store) -> None:
     assert (saap.hidden_size, saap.max_steps, saap.batch_size, saap.lr) == (1024, 40_000, 1000, 1e-5)
     paper = chosen(PhiConfig("c", "o", preset="completion", centred=True), PHIS)
     assert paper.centred and not (paper.calibrate or paper.output_weight or paper.under_weight or paper.turned)
+    assert (paper.query_blocks, paper.key_blocks, paper.width, paper.key_width) == (1, 1, 256, 256)
+    assert paper.last_weights and not PhiRecipe().last_weights
     with pytest.raises(SparseKVError, match="unknown preset 'x': expected one of default, saap"):
         chosen(RouterConfig("c", "o", preset="x"), ROUTERS)
 
@@ -111,9 +113,17 @@ def test_presets_train(store, tmp_path, preset: str) -> None:
         assert made.config.key_space == "pre" and made.weights is not None and made.sketch is None
         assert (made.config.sink_size, made.config.window_size) == (1, 20)
     else:
-        phi = train_phi(PhiConfig(**common, batch_size=8, width=16))
+        with pytest.raises(SparseKVError, match="--centred needs maps of keys without blocks"):
+            train_phi(PhiConfig(**common, centred=True))
+        phi = train_phi(PhiConfig(**common, batch_size=8, width=16, key_width=24))
         assert not (phi.config.centred or phi.config.capped)
         assert float(phi.shift.abs().max()) == 0 and float(phi.gate.min()) == 1
+        again = PhiArtifact.load(phi.path)
+        assert "1 ReZero block(s): a step completes outside the attention kernel" in again.summary()
+        for which, width in (("query", 16), ("key", 24)):
+            weights = getattr(again.maps, which)
+            assert weights.w_a.shape[-2:] == (width, width) and float(weights.alpha.abs().min()) > 0
+            assert torch.equal(weights.w_b, getattr(phi.maps, which).w_b)
 
 
 def test_maps_of_every_form_train_and_load(store, tmp_path, monkeypatch) -> None:
@@ -132,13 +142,13 @@ def test_maps_of_every_form_train_and_load(store, tmp_path, monkeypatch) -> None
         assert torch.equal(again.maps.named()[name], tensor), name
     raw = json.loads((out / CONFIG).read_text())
     del raw["sha256"]
-    for name, value in (("query_blocks", 1), ("key_width", 9), ("shared", True)):
+    for name, value in (("query_blocks", 1), ("key_width", 9), ("shared", True), ("key_blocks", 1)):
         (out / CONFIG).write_text(json.dumps({**raw, "format_version": 1, name: value}))
-        with pytest.raises(SparseKVError, match="map\\."):
+        with pytest.raises(SparseKVError, match=r"map\.|a centred half and 1 blocks"):
             PhiArtifact.load(out)
     del raw["key_width"]  # as format 1 has it
     (out / CONFIG).write_text(json.dumps({**raw, "format_version": 1}))
-    with pytest.raises(SparseKVError, match=r"four layers.*train them again with sparsekv train-phi"):
+    with pytest.raises(SparseKVError, match=r"names no key_width.*train the maps again with sparsekv train-phi"):
         PhiArtifact.load(out)
 
 

@@ -21,8 +21,6 @@ TINY = 1e-30
 RECENT = 5
 GAMMA = 0.95
 """Decay of the score tables per step (the paper's)."""
-ETA = 0.85
-"""Share of attention on the sink from which a head is not searched (the paper's)."""
 OBSERVED = 64
 """Last prompt tokens that fill the tables."""
 
@@ -31,7 +29,7 @@ OBSERVED = 64
 class LFPS(Selector):
     """Per query head a vertical table `V[i]` over positions and a slash table `S[t − i]` over distances (LFPS §4.2).
 
-    A step: (1) heads whose sink takes more than `ETA` of the attention are not searched, the mean key and value stand
+    A step: (1) heads whose sink takes more than `eta` of the attention are not searched, the mean key and value stand
     for the rest; (2) candidates `V[i] > thr_V or S[t − i] > thr_S`; (3) their neighbours at −1, 0, 1, 2 whose scores
     are above a table's mean; (4) exact scores of the candidates, the best `token_budget` are read, and both tables
     learn: `V ← γV + (1 − γ)·a/2`. They begin as what that would have made of the prompt's last rows.
@@ -46,6 +44,8 @@ class LFPS(Selector):
     scores_keys: ClassVar[bool] = True
 
     alpha: float = option(0.3, help="Scale of the candidate thresholds; 0.1 to 0.4 trades budget for recall.", min=0)
+    eta: float = option(0.85, help="Share of the attention on the sink from which a head is not searched.",
+                        min=0, max=1)
     per_query_head: bool = option(False, help="Every query head has its own candidates and list, as in the paper; "
                                               "otherwise the heads of a group share one and token_budget counts it.")
     fills: bool = option(False, help="Lower the thresholds until token_budget is used, where alpha would read less.")
@@ -116,30 +116,35 @@ class LFPS(Selector):
         """Steps 2 and 3: list and position of every candidate, lists in order, positions ascending, `[n]` each. A list
         shared by a group has what any of its heads proposes."""
         low, high = int(view.regions.mid_first.min()), int(view.regions.mid_last.max())
-        v, s = self.vertical.window(low, high, t), self.slash.window(low, high, t)
-        group = view.num_query_heads // lists
-        cut_v, cut_s = self.vertical.threshold(self.alpha), self.slash.threshold(self.alpha)
-        found = (v > cut_v).logical_or_(s > cut_s)
+        group, size, asked = view.num_query_heads // lists, high - low, ~bypass.flatten()
+        cuts = [table.threshold(self.alpha) for table in (self.vertical, self.slash)]
+        found = torch.zeros(len(asked) // group, size, dtype=torch.bool, device=asked.device)
+        for table, cut in zip((self.vertical, self.slash), cuts, strict=True):
+            row, token = table.above(cut, t)
+            inside = (token >= low) & (token < high) & asked[row]
+            found.view(-1)[row[inside] // group * size + token[inside] - low] = True
         if self.fills and self.widest:
-            found |= self._highest(view, torch.maximum(v / cut_v.clamp(min=TINY), s / cut_s.clamp(min=TINY)), low, high)
-        if bool(bypass.any()):
-            found &= ~bypass.reshape(-1, 1)
-        found = found.view(found.shape[0] // group, group, high - low)
-        found = found[:, 0] if group == 1 else found.any(1)
+            height = torch.maximum(*(table.window(low, high, t) / cut.clamp(min=TINY)
+                                     for table, cut in zip((self.vertical, self.slash), cuts, strict=True)))
+            highest = self._highest(view, height, low, high) & asked[:, None]
+            found |= highest.view(-1, group, size).any(1)
         near = found.clone()
         near[:, :-1] |= found[:, 1:]
         near[:, 1:] |= found[:, :-1]
         near[:, 2:] |= found[:, :-2]
         if view.keys.shape[0] > 1:
-            near &= view.regions.mid_mask(low, high).repeat_interleave(lists, dim=0)
-        row, column = near.nonzero(as_tuple=True)
-        place = (row * group)[:, None] + torch.arange(group, device=row.device)
-        above = (v[place, column[:, None]] > self.vertical.mean[place, 0]) | (
-            s[place, column[:, None]] > self.slash.mean[place, 0])
-        keep = above.any(1)
-        if self.fills:
-            keep |= found[row, column]
-        return row[keep], column[keep] + low
+            inside = view.regions.mid_mask(low, high).repeat_interleave(lists, dim=0)
+            near, found = near & inside, found & inside
+        # what is above a threshold is above its mean
+        others = (near ^ found).view(-1).nonzero()[:, 0]
+        row, token = others // size, others % size + low
+        for table in (self.vertical, self.slash):
+            place = (row * group)[:, None] + torch.arange(group, device=row.device)
+            above = (table.at(place, token[:, None], t) > table.mean[:, 0][place]).any(1)
+            found.view(-1)[others[above]] = True
+            others, row, token = (x[~above] for x in (others, row, token))
+        row, column = found.nonzero(as_tuple=True)
+        return row, column + low
 
     def _highest(self, view: LayerView, height: Tensor, low: int, high: int) -> Tensor:
         """Where the `widest` largest of every query head's row are, `[B·Hq, high − low]`."""
@@ -164,6 +169,8 @@ class LFPS(Selector):
         scores = torch.bmm(q.reshape(batch * lists, heads // lists, dim), keys.mT).mul_(view.scale)
         scores.masked_fill_((tokens < 0)[:, None], NEG_INF)
         k, widest = self.budget, min(self.widest, width)
+        if width <= int(k.min()):
+            return tokens.view(batch, lists, width), scores.unflatten(0, (batch, lists))
         total = scores[:, 0] if heads == lists else scores.softmax(-1).nan_to_num_(0.0).sum(1)
         total = total.masked_fill(tokens < 0, NEG_INF)
         place = total.topk(widest, dim=-1, sorted=batch > 1).indices
@@ -197,7 +204,7 @@ class LFPS(Selector):
         spread = self.variance_ratio * q.square().sum(-1)
         rest = mean + spread / 2 + regions.mid_sizes.clamp(min=1).log()[:, None]
         share = torch.softmax(torch.stack([sink, rest, recent]), dim=0)[0]
-        return share > ETA, self.mean_value.repeat_interleave(group, dim=1), rest
+        return share > self.eta, self.mean_value.repeat_interleave(group, dim=1), rest
 
     def _fill(self, view: LayerView) -> Tensor:
         """Tables from the last prefill rows: `V[i] = (1 − γ) Σ_u γ^{w−u} a_{u,i}/2`, `S[t_u − i]` likewise.

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 ROOM = 1024
+FLOOR = 0.8
+"""Entries are kept in sight from this part of a threshold on."""
 SMALLEST = 1e-12
 SLOPE = 2.2
 """Ours. With it α = 0.3 has 3 to 6 % of the keys scored at 4096 tokens, a list a head or a group; the paper 4.8 %."""
@@ -20,6 +22,8 @@ class ScoreTable:
     stored unit too (mean, std and kurtosis all follow the scale). The four power sums behind them are kept up to date
     by `add`. A backwards table holds distance `j` at column `origin − j`, so that `S[t − i]` for consecutive positions
     `i` is a slice. `missing [rows]` entries are a row's left padding and count in no moment.
+
+    A stored entry never falls, so those above a floor are known without reading the table: `seen` has their places.
     """
 
     def __init__(self, rows: int, length: int, device: torch.device, backwards: bool = False,
@@ -30,6 +34,10 @@ class ScoreTable:
         self.data = torch.zeros(rows, length + ROOM, device=device)
         self.scale = torch.ones(rows, 1, device=device)
         self.sums = torch.zeros(4, rows, 1, device=device, dtype=torch.float64)
+        self.seen: Tensor | None = None
+        """Places in the flat table of all entries above `floor [rows, 1]`; None where the table is to be read."""
+        self.floor: Tensor
+        self.most = 0
 
     def column(self, positions: Tensor, t: int) -> Tensor:
         """Where the scores of `positions` stand for a query at `t`."""
@@ -40,6 +48,22 @@ class ScoreTable:
         shift = self.origin - t if self.backwards else 0
         return self.data[:, low + shift:high + shift]
 
+    def at(self, rows: Tensor, positions: Tensor, t: int) -> Tensor:
+        """Stored scores of `positions` in `rows`, which broadcast, for a query at `t`."""
+        return torch.take(self.data, rows * self.data.shape[1] + self.column(positions, t))
+
+    def above(self, cut: Tensor, t: int) -> tuple[Tensor, Tensor]:
+        """Rows and positions, for a query at `t`, of the entries above `cut [rows, 1]`, in no order. The table is read
+        where a cut has fallen below the floor, or twice as many entries are in sight."""
+        if self.seen is None or len(self.seen) > self.most or bool((cut < self.floor).any()):
+            self.floor = FLOOR * cut
+            self.seen = (self.data > self.floor).flatten().nonzero()[:, 0]
+            self.most = 2 * len(self.seen) + ROOM
+        row = self.seen // self.data.shape[1]
+        passed = torch.take(self.data, self.seen) > cut[row, 0]
+        row, column = row[passed], self.seen[passed] - row[passed] * self.data.shape[1]
+        return row, column - (self.origin - t) if self.backwards else column
+
     def grow(self, length: int) -> None:
         """Make room for `length` positions or distances."""
         self.length = max(self.length, length)
@@ -48,6 +72,7 @@ class ScoreTable:
         more = max(ROOM, self.data.shape[1] // 8)
         self.data = torch.nn.functional.pad(self.data, (more, 0) if self.backwards else (0, more))
         self.origin += more if self.backwards else 0
+        self.seen = None
 
     def decay(self, gamma: float, rows: Tensor) -> None:
         """Multiply the scores of the chosen rows by `gamma`."""
@@ -55,6 +80,7 @@ class ScoreTable:
         if float(self.scale.min()) < SMALLEST:
             self.data.mul_(self.scale)
             self.scale = torch.ones_like(self.scale)
+            self.seen = None
             self.recount()
 
     def add(self, positions: Tensor, weights: Tensor, t: int) -> None:
@@ -65,9 +91,14 @@ class ScoreTable:
         change = torch.where(positions >= 0, change, 0.0)
         self.data.scatter_add_(1, column, change)
         new = old + change
-        a, b = old.double(), new.double()
+        if self.seen is not None:
+            rose = ((old <= self.floor) & (new > self.floor)).nonzero()
+            places = rose[:, 0] * self.data.shape[1] + column[rose[:, 0], rose[:, 1]]
+            self.seen = torch.cat([self.seen, places])
+        a, b = (one, other) = old.double(), new.double()
         for power in range(4):
-            self.sums[power] += (b ** (power + 1) - a ** (power + 1)).sum(1, keepdim=True)
+            self.sums[power] += (other - one).sum(1, keepdim=True)
+            one, other = one * a, other * b
 
     def add_observed(self, rows: Tensor, weights: Tensor, low: int, t: int) -> None:
         """Add `weights [n, w, m]` over positions `low..low + m` for the w queries up to the one at `t` to the chosen
@@ -110,4 +141,4 @@ class ScoreTable:
 
     def take_rows(self, index: Tensor) -> None:
         self.data, self.scale, self.sums = self.data[index], self.scale[index], self.sums[:, index]
-        self.missing = self.missing[index]
+        self.missing, self.seen = self.missing[index], None

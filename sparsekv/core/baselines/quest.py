@@ -28,6 +28,7 @@ class Quest(Selector):
     replayable: ClassVar[bool] = True
     spends: ClassVar[Spends] = Spends.AT_STEP
     row_state: ClassVar[tuple[str, ...]] = ("low", "high", "used")
+    restorable: ClassVar[bool] = True
 
     page_size: int = option(16, help="Tokens of a page [tokens].", min=1, max=4096)
     dense_first: int = option(0, help="First layers that keep full attention; the paper's two are 2 [layers].", min=0)

@@ -40,6 +40,7 @@ class CentroidEstimator(Estimator):
     estimate, in the attention kernel."""
 
     row_state: ClassVar[tuple[str, ...]] = ("centroids", "number", "means", "counts", "key_sums", "value_sums")
+    restorable: ClassVar[bool] = True
 
     def __init__(self, num_buckets: int = 256):
         self.num_buckets = num_buckets
@@ -80,6 +81,10 @@ class CentroidEstimator(Estimator):
                                           for _ in range(2))
         self.in_kernel = view.in_place
         self._add(view, None, regions.edges[0], end)
+
+    def restore(self, view: CacheLayer, state: dict[str, Any]) -> None:
+        super().restore(view, state)
+        self.in_place = view.in_place
 
     def extend(self, view: CacheLayer, old: Regions) -> None:
         self._add(view, old.mid_last, old.edges[2], view.regions.edges[3])

@@ -14,12 +14,14 @@ from sparsekv.core.layer import (
     Queries,
     Selection,
     heads_joined,
+    mapped,
     take_rows,
 )
 from sparsekv.core.moments import blocks, key_covariance, key_mean
 from sparsekv.core.regions import Regions
 from sparsekv.kernels import (
     RANK,
+    BlockFeatures,
     CompletionQuery,
     FeatureMapWeights,
     KeyFeatures,
@@ -59,8 +61,8 @@ class TrainedMaps(Protocol):
     def query_map(self) -> FeatureMapWeights:
         """The map of every query head."""
 
-    def of_keys(self, dtype: torch.dtype) -> KeyMap:
-        """Return the map of every KV head, with products in `dtype`."""
+    def of_keys(self, dtype: torch.dtype) -> KeyMap | FeatureMapWeights:
+        """Return the map of every KV head, with products in `dtype`; as it is where it has blocks."""
 
     def at(self, share: float | Tensor) -> TrainedMaps:
         """Calibrated for a share of the context that is read, or for one a row."""
@@ -80,52 +82,63 @@ class PhiEstimator(Estimator):
     same rounding, so that taking all keys out leaves nothing. Maps with a centred half take the mid region's mean key
     when the cache was built, `centre [B, Hkv, d]`; where the mid region has doubled since, the cache is built anew.
     With `capped` maps the mass is capped (`kernels.mass_cap`) by mean and covariance of the mid region's keys; both are
-    this project's own.
+    this project's own. Maps of keys with blocks, the paper's, are run outside the attention kernel: the estimate is
+    then a part of its own.
     """
 
     row_state: ClassVar[tuple[str, ...]] = ("state", "mean", "bias", "built_size", "covariance")
+    restorable: ClassVar[bool] = True
 
     def __init__(self, layer: TrainedMaps):
         self.layer = self.calibrated = layer
         self.share: float | Tensor = 0.0
         self.state: PhiState
         self.mean: Tensor | None = None
-        self.bias: Tensor
+        self.bias: Tensor | None = None
         self.built_size: Tensor | None = None
         self.built_equal: int | None = None
         """`built_size` where it is that of every row."""
         self.covariance: Tensor | None = None
-        self.of_keys: dict[torch.dtype, KeyMap] = {}
+        self.of_keys: dict[torch.dtype, KeyMap | FeatureMapWeights] = {}
         self.of_queries: dict[torch.dtype, FeatureMapWeights] = {}
         """Both maps as they are run, by precision, made once for all forks."""
         self.weights: FeatureMapWeights | None = None
-        self.key_map: KeyMap | None = None
+        self.key_map: KeyMap | FeatureMapWeights | None = None
 
     def build(self, view: CacheLayer) -> None:
         first, last = view.regions.mid_first, view.regions.mid_last
         edges = view.regions.edges
         self.mean = mean = key_mean(view.keys_at, first, last, edges)
         self.built_size = view.regions.mid_sizes if self.layer.centred else None
-        equal = view.regions.equal
-        self.built_equal = None if equal is None else equal[1] - equal[0]
+        self._built_over(view)
         centre = None if self.centre is None else view.scale * self.centre
         key_map = self.map_for(view)
         maps = for_request(key_map, mean)
-        self.bias = maps.bias
+        self.bias = maps.bias if isinstance(maps, KeyFeatures) else None
         self.state = PhiState(*self._sum(view, maps, first, last, edges), centre)
         if self.layer.capped:
             covariance = key_covariance(view.keys_at, first, last, mean, edges)
             self._describe(view, view.scale * mean, view.scale**2 * covariance)
 
+    def restore(self, view: CacheLayer, state: dict[str, Any]) -> None:
+        super().restore(view, state)
+        self._built_over(view)
+        self.map_for(view)
+
+    def _built_over(self, view: CacheLayer) -> None:
+        equal = view.regions.equal
+        self.built_equal = None if equal is None else equal[1] - equal[0]
+
     def load(self, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
         return [*self._map_of_keys(dtype, device), *self._query_maps(dtype)]
 
-    def map_for(self, view: CacheLayer) -> KeyMap:
+    def map_for(self, view: CacheLayer) -> KeyMap | FeatureMapWeights:
         """The map of keys in the precision of a view's and on its device, and whether the kernels run it there."""
         if self.key_map is None:
             self.key_map = self._map_of_keys(view.dtype, view.device)
         self._query_maps(view.dtype)  # here, so that the first step does not wait for them
-        self.in_kernel = view.in_place and (fused(self.key_map) or not self.key_map.w_in.is_cuda)
+        runs = fused(self.key_map) or not self.key_map.w_in.is_cuda
+        self.in_kernel = view.in_place and isinstance(self.key_map, KeyMap) and runs
         return self.key_map
 
     def stacks_by(self, view: CacheLayer) -> Hashable | None:
@@ -192,7 +205,8 @@ class PhiEstimator(Estimator):
     def query(self, view: CacheLayer, queries: Queries) -> CompletionQuery:
         weights, offset, maps = self._query_maps(queries.rot.dtype), self.layer.offset, self._maps()
         offset = offset if offset.dim() == 1 else queries.per_query(offset)
-        return phi_query(queries.folded, weights, offset, self.state, queries.seats)._replace(keys=maps)
+        found = phi_query(queries.folded, weights, offset, self.state, queries.seats)
+        return found._replace(keys=maps) if isinstance(maps, KeyFeatures) else found
 
     def partial(self, view: CacheLayer, queries: Queries, selection: Selection) -> tuple[Tensor, Tensor]:
         tokens = view.listed(selection)
@@ -203,11 +217,11 @@ class PhiEstimator(Estimator):
         features = features.reshape(*tokens.shape, features.shape[-1])
         return remainder(self.query(view, queries), features, values, tokens >= 0)
 
-    def _map_of_keys(self, dtype: torch.dtype, device: torch.device) -> KeyMap:
+    def _map_of_keys(self, dtype: torch.dtype, device: torch.device) -> KeyMap | FeatureMapWeights:
         """The map of keys in the precision that products of such keys have, on the device."""
         precision = product_dtype(torch.empty(0, dtype=dtype, device=device))
         if precision not in self.of_keys:
-            self.of_keys[precision] = KeyMap(*(w.to(device) for w in self.layer.of_keys(precision)))
+            self.of_keys[precision] = mapped(lambda w: w.to(device), self.layer.of_keys(precision))
         return self.of_keys[precision]
 
     def _query_maps(self, dtype: torch.dtype) -> FeatureMapWeights:
@@ -223,9 +237,11 @@ class PhiEstimator(Estimator):
     def cost_tokens(self, view: CacheLayer) -> float:
         return phi_tokens(self.state.m.shape[-1], view.head_dim, moments=self.layer.capped)
 
-    def _maps(self) -> KeyFeatures:
+    def _maps(self) -> KeyFeatures | BlockFeatures:
         """Return the map that makes the features of keys, relative to the cache's shift."""
-        assert self.key_map is not None
+        if isinstance(self.key_map, FeatureMapWeights):
+            return BlockFeatures(self.key_map, self.state.m)
+        assert self.key_map is not None and self.bias is not None
         return KeyFeatures(self.key_map.w_in, self.bias, self.key_map.w_out, self.key_map.b_out, self.state.m)
 
     def take_rows(self, index: Tensor) -> None:
@@ -235,7 +251,8 @@ class PhiEstimator(Estimator):
             self.layer = self.calibrated.at(self.share)
 
     def _sum(
-        self, view: CacheLayer, maps: KeyFeatures, first: Tensor, last: Tensor, edges: list[int] | None = None,
+        self, view: CacheLayer, maps: KeyFeatures | BlockFeatures, first: Tensor, last: Tensor,
+        edges: list[int] | None = None,
     ) -> PhiCache:
         """The cache of the tokens `first[b] <= i < last[b]`, a block at a time."""
         cache: PhiCache | None = None

@@ -35,6 +35,7 @@ class Router(Selector):
     replayable: ClassVar[bool] = True
     spends: ClassVar[Spends] = Spends.AT_STEP
     row_state: ClassVar[tuple[str, ...]] = ("buckets",)
+    restorable: ClassVar[bool] = True
 
     probes: int | None = option(None, help="Buckets read per query and KV head, whole, instead of a token budget; the "
                                            "paper's is 32 [buckets].", min=1)
@@ -83,6 +84,10 @@ class Router(Selector):
         self.weights = self.query_model(view)
         self.buckets: Buckets | None = make_buckets(view, self.trained, by_means=self.weights is None,
                                                     moves=self.moves if self.weights is None and self.adapt else None)
+
+    def restore(self, view: CacheLayer, state: dict[str, Any]) -> None:
+        super().restore(view, state)
+        self.weights = self.query_model(view)
 
     def stacks_by(self, view: CacheLayer) -> Hashable | None:
         trained = self.trained

@@ -49,7 +49,7 @@ class SketchRouter(Router):
                    "the length at which that is as fast: 64k tokens of one request with 8 KV heads, 32k / n of n "
                    "requests.",
         min=0.0, max=1.0)
-    fit: str = option("fixed", help="The sketches' basis: fitted (to the request, at the end of its prefill) or fixed "
+    fit: str = option("fitted", help="The sketches' basis: fitted (to the request, at the end of its prefill) or fixed "
                                      "(the artifact's own: codes depend on the key alone, as vLLM needs them).")
 
     all_up_to: ClassVar[int | None] = None

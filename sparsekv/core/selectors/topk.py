@@ -61,6 +61,7 @@ class TopK(Selector):
 
     name: ClassVar[str] = "topk"
     replayable: ClassVar[bool] = True
+    restorable: ClassVar[bool] = True
     spends: ClassVar[Spends] = Spends.AT_STEP
     scores_keys: ClassVar[bool] = True
 

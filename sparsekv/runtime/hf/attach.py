@@ -24,7 +24,7 @@ from sparsekv.runtime.hf.attached import enter, leave, model_of
 from sparsekv.runtime.hf.cache import SparseCache, SparseLayer
 from sparsekv.runtime.hf.generate_hook import roomy_cache
 from sparsekv.runtime.hf.loop import decode_loop, step_across
-from sparsekv.runtime.hf.prefix import load_prefix, save_prefix
+from sparsekv.runtime.hf.prefix import load_prefix, save_with_index
 from sparsekv.runtime.hf.prompts import (
     check_cache_rows,
     check_chunk,
@@ -305,11 +305,13 @@ class Attachment:
             return self._logits(token, mask, positions, cache) if logits is None else logits
 
     def save_prefix(self, cache: SparseCache, path: str | Path) -> None:
-        """Write a prefilled cache to one safetensors file. Raises SparseKVError for a model with sliding-window
-        layers."""
-        save_prefix(cache, path, model_fingerprint(self.model))
+        """Write a prefilled cache to one safetensors file, with the index and estimates that decoding builds over it,
+        where it has one row. Raises SparseKVError for a model with sliding-window layers."""
+        save_with_index(cache, path, model_fingerprint(self.model), self.runner)
 
-    def load_prefix(self, path: str | Path) -> SparseCache:
-        """A cache from `save_prefix`, on the model's device. Raises SparseKVError for another model's."""
+    def load_prefix(self, path: str | Path, *, index: bool = True) -> SparseCache:
+        """A cache from `save_prefix`, on the model's device. index: with the index and estimates that it holds; without
+        them they are built when decoding begins. Raises SparseKVError for another model's, and for index and estimates
+        that this attachment would not make."""
         device = next(self.model.parameters()).device
-        return load_prefix(self.cache(), path, model_fingerprint(self.model), device)
+        return load_prefix(self.cache(), path, model_fingerprint(self.model), device, self.decoding if index else None)

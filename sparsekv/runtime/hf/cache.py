@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -137,6 +137,19 @@ class HostLayer(SparseLayer):
         return (self.keys, self.values) if past else (keys, values)
 
 
+class Built(NamedTuple):
+    """The states that decoding had built over the first `past` tokens of a cache whose rows begin at `starts`: states
+    of selector and estimator (`core/step.py: restore`), by layer."""
+
+    past: int
+    starts: list[int]
+    layers: dict[int, dict[str, dict[str, Any]]]
+
+    def serves(self, which: Sequence[int], starts: list[int], on_host: Sequence[bool]) -> bool:
+        """Return whether these layers can begin with it, of which some have keys in CPU memory."""
+        return set(which) <= set(self.layers) and starts == self.starts and not any(on_host)
+
+
 class SparseCache(Cache):
     """A cache for `model.generate` or `model(...)` under `sparsekv.attach`; the attachment makes it by itself.
 
@@ -156,6 +169,8 @@ class SparseCache(Cache):
         """The plan of this cache's steps (`runtime/plan.py`)."""
         self.prompt = 0
         """The length at which decoding begins, where that is known; 0: not."""
+        self.built: Built | None = None
+        """Of a loaded prefix, until its first tokens are others."""
         self._model: weakref.ref[Any] | None = None
         self._settled: tuple[Any, int] | None = None
 
@@ -201,6 +216,8 @@ class SparseCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
         length = self._length()
+        if self.built is not None and length < self.built.past:
+            self.built = None
         for table in self.rope.values():
             table.cos.crop(length)
             table.sin.crop(length)
@@ -211,7 +228,7 @@ class SparseCache(Cache):
                 self.layers[index] = type(layer)(sliding_window=layer.sliding_window)
             else:
                 layer.reset()
-        self.rope, self.plan, self._settled = {}, None, None
+        self.rope, self.plan, self._settled, self.built = {}, None, None, None
 
     def reorder_cache(self, beam_idx: Any) -> None:
         super().reorder_cache(beam_idx)
@@ -236,6 +253,7 @@ class SparseCache(Cache):
         return self.get_seq_length() if self.first is None else self.first.get_seq_length()
 
     def _take_rope_rows(self, index: Tensor) -> None:
+        self.built = None
         for table in self.rope.values():
             table.take_rows(index)
 

@@ -143,6 +143,11 @@ class Runner:
         if first is not None and first.keys is not None and first.get_seq_length() == cache.prompt:
             self._begin(cache, mask if mask is None or mask.dim() == 2 else None, cache.prompt)
 
+    @torch.no_grad()
+    def begin(self, cache: SparseCache, past: int) -> None:
+        """Decoding begins after `past` tokens of a cache without padding, of all layers of which it can."""
+        self._begin(cache, None, past)
+
     def _begin(self, cache: SparseCache, mask: Tensor | None, past: int, index: int | None = None) -> None:
         """Decoding begins after `past` tokens, of all layers of which it can. index: the layer that asks."""
         self.warming.wait()

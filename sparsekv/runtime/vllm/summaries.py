@@ -12,6 +12,7 @@ from sparsekv.artifacts.phi import PhiLayer
 from sparsekv.core.estimators.phi import PhiEstimator
 from sparsekv.core.layer import LayerView, Queries, mapped
 from sparsekv.core.regions import Regions
+from sparsekv.kernels import KeyMap
 from sparsekv.util.errors import SparseKVError
 
 _BYTES: dict[tuple[Any, ...], tuple[int, int]] = {}
@@ -34,6 +35,10 @@ def empty_request(maps: PhiLayer, shape: Sequence[int], dtype: torch.dtype, devi
     estimator.build(view)
     estimator.set_read_share(view, 0.0)
     estimator.query(view, Queries(keys.new_zeros(1, heads, 1, shape[2]), nowhere))
+    if maps.maps.key.alpha.shape[-1]:
+        raise SparseKVError("the maps of keys have residual blocks, as the preset completion trains them, and are run "
+                            "outside the attention kernel, which is not served; train maps by the default preset, or "
+                            "serve with completion none in the settings file")
     if not estimator.in_kernel:
         raise SparseKVError("the maps of keys have too many units or features for a program's shared memory on "
                             "this GPU; train smaller ones, or serve with completion none in the settings file")
@@ -49,7 +54,7 @@ def seated(fresh: PhiEstimator, seats: int, scale: float = 1.0) -> PhiEstimator:
         setattr(whole, name, mapped(lambda x: x.new_zeros(seats + 1, *x.shape[1:]), getattr(fresh, name)))
     whole.layer = fresh.calibrated._replace(  # type: ignore[attr-defined]
         offsets=offsets.new_zeros(1, seats + 1, offsets.shape[0]))
-    assert whole.key_map is not None
+    assert isinstance(whole.key_map, KeyMap)
     if scale != 1:
         whole.key_map = whole.key_map._replace(w_in=whole.key_map.w_in * scale)
     return whole
