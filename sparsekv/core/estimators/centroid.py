@@ -84,7 +84,7 @@ class CentroidEstimator(Estimator):
 
     def restore(self, view: CacheLayer, state: dict[str, Any]) -> None:
         super().restore(view, state)
-        self.in_place = view.in_place
+        self.in_kernel = view.in_place
 
     def extend(self, view: CacheLayer, old: Regions) -> None:
         self._add(view, old.mid_last, old.edges[2], view.regions.edges[3])
