@@ -95,9 +95,7 @@ def _run(config: DemoConfig, out: Path) -> DemoResult:
 
     started = time.perf_counter()
     write_json(out / MARKER, {k: str(v) for k, v in vars(config).items()})
-    with progress("load model", 1, "models") as advance:
-        model, tokenizer = load_model(config.model, dtype=config.dtype, device=config.device)
-        advance()
+    model, tokenizer = load_model(config.model, dtype=config.dtype, device=config.device)
     shared: dict[str, Any] = {"model": config.model, "context_length": config.context_length, "device": config.device,
                               "seed": config.seed}
     learned, measured = _corpora(config)

@@ -12,9 +12,11 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
+from sparsekv.artifacts.hub.named import on_hub
 from sparsekv.artifacts.hub.network import failed_request, in_time
 from sparsekv.artifacts.hub.sizes import check_folder, check_gguf, check_sizes
 from sparsekv.util.errors import SparseKVError, check_choice, first_line
+from sparsekv.util.progress import progress
 
 MOST_ROPE = 1024
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -36,7 +38,7 @@ def load_model(
     device = resolve_device(device)
     source, extra = _locate(spec)
     try:
-        with _quiet(bool(extra)), _read_once(bool(extra)), in_time():
+        with progress(f"load {spec}"), _quiet(bool(extra)), _read_once(bool(extra)), in_time():
             return _load(spec, source, extra, dtype, device, rope_scaling)
     except SparseKVError:
         raise
@@ -170,9 +172,9 @@ def _locate(spec: str) -> tuple[str, dict[str, str]]:
         return str(path.parent), {"gguf_file": path.name}
     if path.is_dir() and not (path / "config.json").is_file():
         raise SparseKVError(f"the folder {spec!r} holds no config.json: expected a Hugging Face model folder")
-    if not path.exists() and (spec.startswith((".", "/", "~")) or spec.count("/") > 1):
+    if not path.exists() and not on_hub(spec):
         raise SparseKVError(f"no model at {spec!r}: expected a folder with a config.json, a .gguf file, "
-                            "a Hugging Face name, or package:NAME")
+                            "a Hugging Face name as user/name, or package:NAME")
     return spec, {}
 
 

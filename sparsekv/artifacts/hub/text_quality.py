@@ -12,11 +12,12 @@ from typing import Any
 from sparsekv.artifacts.checks import check_version, damaged, from_record, parse_object
 from sparsekv.artifacts.format import read_config
 from sparsekv.artifacts.hub.named import KINDS
+from sparsekv.artifacts.hub.named import QUALITY as FILE
 from sparsekv.core.registry import ESTIMATOR_ROWS, GREY, NONE, SELECTOR_ROWS
 from sparsekv.util.errors import SparseKVError
 from sparsekv.util.records import write_json
 
-FILE, FIGURE = "quality.json", "quality.png"
+FIGURE = "quality.png"
 FORMAT_VERSION = 1
 GOAL = 0.005
 """How much above full attention's the perplexity may be at a budget that is recommended, a share of it."""

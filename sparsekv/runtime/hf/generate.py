@@ -32,7 +32,7 @@ class GenerateConfig(SparseConfig):
 
 
 def generate(config: GenerateConfig) -> None:
-    """Print the answer as it is made, then one line: tokens/s and the share of the cache that was read."""
+    """Print the answer as it is made, then its tokens, time, method, and the share of the cache that was read."""
     import time
 
     from transformers import TextStreamer
@@ -67,7 +67,8 @@ def generate(config: GenerateConfig) -> None:
     if decoding.first_sparse is not None and not report["sparse_calls"]:
         method = f"full attention (faster than {method} on so short a cache; --dense-below 0 insists)"
     print(f"\n{prompt_tokens} prompt tokens, {made} generated in {seconds:.1f} s (prefill included); {method} "
-          f"read {report['selectivity']:.1%} of the cache a step", file=sys.stderr)
+          f"read {report['selectivity']:.1%} of the cache a step (tokens whose keys and values are read, sink and tail "
+          "among them; mean over all layers, dense ones included)", file=sys.stderr)
 
 
 def read_prompt(config: GenerateConfig) -> str:
