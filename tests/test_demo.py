@@ -35,9 +35,14 @@ def test_the_report_explains_itself(made) -> None:
     page = made.report.read_text(encoding="utf-8")
     assert made.words in page and made.words in made.summary()
     number = re.search(r"the hidden number is (\d{7})", page)
-    assert number and page.count("<tr>") == 2 * (1 + len(shown())) and page.count("<svg") == 3
-    for words in ("4 windows of 256 tokens of Python&#x27;s language reference and presidents&#x27; addresses",
-                  "2 windows of presidents&#x27; addresses to Congress that were held out", "Full attention reads",
+    assert number and page.count("<tr") == 2 * (1 + len(shown())) and page.count("<svg") == 3
+    last = made.table.splitlines()[-1].strip("| ").split(" | ")
+    assert f'<tr class="default"><td>{last[0]} <b>default</b>' in page
+    assert page.index("<dt>Gain") < page.index("<dt>Loss") < page.index("<dt>Setting") < page.index("<table")
+    for words in (f"it takes {last[-1]} ms on this machine", f"{last[3]} hidden numbers are found", "token_budget=0.01"):
+        assert words in page
+    for words in ("4 windows of 256 tokens of Python&#39;s language reference and presidents&#39; addresses",
+                  "2 windows of presidents&#39; addresses to Congress that were held out", "Full attention reads",
                   "was left as it is", "the held-out text surprises", "Down is better"):
         assert words in page
 

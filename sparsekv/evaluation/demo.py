@@ -88,7 +88,7 @@ def _run(config: DemoConfig, out: Path) -> DemoResult:
     from sparsekv.capture.run import CaptureConfig, run_capture
     from sparsekv.evaluation.cells import collect
     from sparsekv.evaluation.demo_report import demo_table, in_short, write_demo_report
-    from sparsekv.evaluation.rows import as_text, with_origin
+    from sparsekv.evaluation.rows import as_text, row, with_origin
     from sparsekv.evaluation.scores import score_rows
     from sparsekv.trainers.phi import PhiConfig, train_phi
     from sparsekv.trainers.router import RouterConfig, train_router
@@ -112,9 +112,11 @@ def _run(config: DemoConfig, out: Path) -> DemoResult:
                         batch_size=48, keys_per_step=352, optimizer="adam", lr=3e-3))
     trained = time.perf_counter() - started
 
-    numbers = _decode(config, model, tokenizer, [w.tokens for w in windows], out)
+    numbers, speeds = _decode(config, model, tokenizer, [w.tokens for w in windows], out)
     cells = collect(out)
-    rows = with_origin(score_rows(cells, seed=config.seed))
+    rows = with_origin(score_rows(cells, seed=config.seed) + [
+        row("decode", name, "step", ms, "ms", budget=budget, length=config.context_length)
+        for (name, budget), ms in speeds.items()])
     shown = demo_table(rows, train)
     table = shown.text()
     write_text(out / "table.md", as_markdown(table + "\n"))
@@ -143,9 +145,11 @@ def _demo_output() -> OutputKind:
                       lambda folder: {"model", "corpus", "phi_steps"} <= set(read_marker(folder / MARKER)))
 
 
-def _decode(config: DemoConfig, model: Any, tokenizer: Any, windows: list[list[int]], out: Path) -> list[str]:
+def _decode(
+    config: DemoConfig, model: Any, tokenizer: Any, windows: list[list[int]], out: Path,
+) -> tuple[list[str], dict[tuple[str, float | None], float]]:
     """Cells of the table's methods on held-out windows of token ids and on needle prompts, and of the figure's other
-    budgets on the first windows. Returns the hidden numbers."""
+    budgets on the first windows. Returns the hidden numbers, and times of a step [ms] by method and budget."""
     from sparsekv.artifacts.phi import PhiArtifact
     from sparsekv.artifacts.router import RouterArtifact
     from sparsekv.core.registry import FULL
@@ -167,4 +171,5 @@ def _decode(config: DemoConfig, model: Any, tokenizer: Any, windows: list[list[i
     with progress("decode", len(first) * len(methods) + len(texts + needles) * len(table), "runs") as advance:
         evaluator.run(methods, advance, some=first)
         evaluator.run(table, advance)
-    return [needle.targets[0] for needle in needles]
+    with progress("time decode steps"):
+        return [needle.targets[0] for needle in needles], evaluator.speeds(table, texts[0])

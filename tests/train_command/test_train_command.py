@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import shutil
 import signal
 import time
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from tiny import make_model, prompt, save_model
 
 import sparsekv
@@ -59,7 +61,7 @@ def same(one: Path, other: Path) -> bool:
 def test_one_command_and_one_name(place: Path, capsys) -> None:
     whole = place / "whole"
     assert sorted(p.name for p in whole.iterdir()) == ["README.md", "capture", "phi", "quality.json", "quality.png",
-                                                       "router", "train.json"]
+                                                       "report.html", "router", "train.json"]
     with sparsekv.attach(make_model(), whole, token_budget=8, dense_below=0) as attachment:
         assert attachment.generate(prompt(60), max_new_tokens=3).shape == (1, 63)
         assert attachment.decoding.phi is not None and attachment.report()["sparse_calls"]
@@ -74,6 +76,15 @@ def test_one_command_and_one_name(place: Path, capsys) -> None:
                  f"--token-budget {quality.recommended.token_budget:g} ", quality.recommended.arguments):
         assert part in page, part
     assert (whole / "quality.png").read_bytes().startswith(b"\x89PNG")
+    shown, data = (whole / "report.html").read_text(), ModelCard(page).data
+    assert all(html.escape(words).replace("&#x27;", "&#39;").replace("&quot;", "&#34;") in shown
+               for words in (*quality.verdict().values(), quality.advice()))
+    assert shown.count('<tr class="default">') == 1 and shown.count("<svg") == 1 and str(place) not in shown
+    best = quality.recommended
+    assert quality.ms_per_token and all(s.ms_per_token for s in quality.settings)
+    assert {r.metric_type: r.metric_value for r in data.eval_results} == {
+        "perplexity": round(quality.perplexity * (1 + best.loss), 5), "kl": round(best.kl, 5),
+        "same next token": round(best.same_tokens, 5)}
     assert quality.text() in Trained(whole, RouterArtifact.load(whole / "router"), PhiArtifact.load(whole / "phi"),
                                      quality).summary()
     for kind in ("router", "phi"):
