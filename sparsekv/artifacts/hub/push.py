@@ -6,9 +6,10 @@ import os
 import re
 import stat
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self, cast
 
 from sparsekv.artifacts.checks import reason
 from sparsekv.artifacts.format import CONFIG, TENSORS, load_artifact, read_config
@@ -100,15 +101,30 @@ def push(
         raise refused(error, name, revision, "push to") from error
 
 
-def push_object(
-    self: Any, name: str, *, private: bool = False, revision: str | None = None, message: str | None = None,
-    license: str | None = None,
-) -> str:
-    """Push the artifact with its page to the repository `user/name` of the hub, made where there is none; returns the
-    address of the commit. Raises SparseKVError as `sparsekv.artifacts.hub.push.push`."""
-    with tempfile.TemporaryDirectory() as folder:
-        self.save(folder)
-        return push(folder, name, private=private, revision=revision, message=message, license=license)
+class OnHub:
+    """`load` and `save` by the names that Hugging Face's libraries have for them, and the way to the hub."""
+
+    save: Callable[..., None]
+    load: Callable[..., Any]
+
+    def save_pretrained(self, save_directory: str | Path) -> None:
+        """As `save`."""
+        self.save(save_directory)
+
+    @classmethod
+    def from_pretrained(cls, name: str | Path, *, revision: str | None = None) -> Self:
+        """As `load`."""
+        return cast(Self, cls.load(name, revision))
+
+    def push_to_hub(
+        self, name: str, *, private: bool = False, revision: str | None = None, message: str | None = None,
+        license: str | None = None,
+    ) -> str:
+        """Push the artifact with its page to the repository `user/name` of the hub, made where there is none; returns
+        the address of the commit. Raises SparseKVError as `sparsekv.artifacts.hub.push.push`."""
+        with tempfile.TemporaryDirectory() as folder:
+            self.save(folder)
+            return push(folder, name, private=private, revision=revision, message=message, license=license)
 
 
 def _refuse_others(name: str, revision: str | None, there: set[str]) -> None:
