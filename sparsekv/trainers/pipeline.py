@@ -69,7 +69,7 @@ class TrainConfig:
                         metavar="MODEL")
     corpus: str = option(help="The corpus: embedded, embedded-prose, a .txt, .md, .jsonl or .parquet file, a folder or "
                               "glob of them, or the name of a Hugging Face dataset.", argument=True, metavar="CORPUS")
-    output: str = option(help="Folder of the training: capture/, router/, phi/, quality.json and README.md.",
+    output: str = option(help="Folder of the training: capture/, router/, phi/, report.html, quality.json, README.md.",
                          names=("--output", "-o"))
     num_documents: int | None = option(None, help="Windows captured; without it those of 393,216 tokens, at least 16, "
                                                   "at most what 100 GB hold, and on a CPU 26 [windows].",
