@@ -36,7 +36,7 @@ def test_the_report_explains_itself(made) -> None:
     assert made.words in page and made.words in made.summary()
     number = re.search(r"the hidden number is (\d{7})", page)
     assert number and page.count("<tr") == 2 * (1 + len(shown())) and page.count("<svg") == 3
-    last = made.table.splitlines()[-1].strip("| ").split(" | ")
+    last = made.table.splitlines()[-1].strip("| ").replace("'", "&#39;").split(" | ")
     assert f'<tr class="default"><td>{last[0]} <b>default</b>' in page
     assert page.index("<dt>Gain") < page.index("<dt>Loss") < page.index("<dt>Setting") < page.index("<table")
     for words in (f"takes {last[-1]} ms on this machine", f"{last[3]} hidden numbers are", "token_budget=0.01)</dd>"):

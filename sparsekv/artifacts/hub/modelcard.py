@@ -61,7 +61,7 @@ def card_files(
     base, best = _model(configs), None if text is None else text.recommended
     title = " and ".join({"router": "Router", "phi": "feature maps"}.get(kind, kind) for kind in configs)
     origins = [config.get("provenance", {}) for config in configs.values()]
-    corpora = sorted({_code(_local(origin["corpus"])) for origin in origins if "corpus" in origin})
+    corpora = sorted({_code(local_name(origin["corpus"])) for origin in origins if "corpus" in origin})
     page = ModelCard.from_template(
         _metadata(configs, text), template_str=template(__package__, "card.md.j2"), configs=configs, parts=parts,
         title=f"{title[:1].upper()}{title[1:]} for {_words(base)}", model=next(iter(configs.values()))["model"],
@@ -69,7 +69,7 @@ def card_files(
         given="--router" if best is not None and best.completion == NONE else "--artifacts",
         budget="0.05" if best is None else f"{best.token_budget:g}",
         arguments="token_budget=0.05" if best is None else best.arguments,
-        words=_words, code=_code, local=_local, quote=shlex.quote, json=_plain)
+        words=_words, code=_code, local=local_name, quote=shlex.quote, json=_plain)
     return {README: f"{page}\n".encode(), **files}
 
 
@@ -82,7 +82,7 @@ def _metadata(configs: dict[str, dict[str, Any]], text: TextQuality | None) -> A
     if REPOSITORY.fullmatch(model) and "@" not in model:
         data = {"base_model": model, "base_model_relation": "adapter"}
     if text is not None:
-        best, corpus = text.recommended, _code(_local(text.corpus))
+        best, corpus = text.recommended, _code(local_name(text.corpus))
         values = {"perplexity": text.perplexity * (1 + best.loss), "kl": best.kl, "same next token": best.same_tokens}
         data |= {"model_name": f"sparsekv, {best.arguments}", "eval_results": [
             EvalResult("text-generation", corpus, corpus, metric, round(value, 5))
@@ -99,7 +99,7 @@ def _made(kind: str, config: dict[str, Any]) -> str:
         shown = ", ".join(f"{k} {_words(x if isinstance(x, str) else _plain(x))}" for k in names
                           if (x := options.get(k)) is not None)
         windows, others = len(made["train_documents"]), len(made["validation_documents"])
-        version, corpus = _code(made["sparsekv"]), _code(_local(made["corpus"]))
+        version, corpus = _code(made["sparsekv"]), _code(local_name(made["corpus"]))
         length, split, by = (_words(made[name]) for name in ("context_length", "split", "disjoint_by"))
     except (KeyError, TypeError, AttributeError):
         return f"Method: {SOURCES.get(kind, kind)}. How it was trained is not recorded."
@@ -113,7 +113,7 @@ def _model(configs: dict[str, dict[str, Any]]) -> str:
     """The model's name, where it is recorded, else its architecture."""
     first = next(iter(configs.values()))
     name = first.get("provenance", {}).get("model")
-    return _local(name) if name else str(first["model"]["architecture"])
+    return local_name(name) if name else str(first["model"]["architecture"])
 
 
 def _words(value: Any) -> str:
@@ -127,7 +127,7 @@ def _code(value: Any) -> str:
     return " ".join(printable(str(value)).split()).replace("`", "'")
 
 
-def _local(name: Any) -> str:
+def local_name(name: Any) -> str:
     """A name without the folders of the machine it was trained on."""
     name = str(name)
     path = PurePath(name)
