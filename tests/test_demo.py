@@ -14,8 +14,7 @@ from sparsekv.evaluation.figures import error_by_budget
 def made(tmp_path_factory, saved_model):
     root = tmp_path_factory.mktemp("demo")
     return run_demo(DemoConfig(model=str(saved_model), output=root / "out", context_length=256, num_documents=4,
-                               num_heldout=2, num_needles=3, num_buckets=8, phi_steps=2, phi_width=8,
-                               save_results=root / "rows.json"))
+                               num_heldout=2, num_needles=3, num_buckets=8, phi_steps=2, phi_width=8))
 
 
 def test_the_table_says_what_was_read_what_was_found_and_what_it_cost(made) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sparsekv.util.config import MOST_STEPS, SEEDS, check_ranges, option
-from sparsekv.util.disk import TEMPORARIES, check_place, only_writer, write_text
+from sparsekv.util.disk import TEMPORARIES, only_writer, write_text
 from sparsekv.util.errors import as_markdown
 from sparsekv.util.output import OutputKind, read_marker
 from sparsekv.util.progress import progress
@@ -42,7 +42,6 @@ class DemoConfig:
     device: str = option("auto", group="Running", help="auto, cpu or cuda.")
     seed: int = option(0, group="Running", help="Seed of every random choice.", **SEEDS)
     overwrite: bool = option(False, group="Running", help="Replace an existing output folder.")
-    save_results: Path | None = option(None, group="Running", help="Also write the table's rows to this JSON file.")
 
 
 class DemoResult(NamedTuple):
@@ -72,8 +71,6 @@ def run_demo(config: DemoConfig) -> DemoResult:
         check_corpus(corpus)
     check_buckets(config.num_buckets, config.context_length * fewest_trained(config.num_documents))
     check_prompts([config.context_length], config.num_needles)
-    if config.save_results is not None:
-        check_place(config.save_results)
     with only_writer(config.output):
         kind = _demo_output()
         out = kind.prepare(config.output, config.overwrite)
@@ -120,9 +117,7 @@ def _run(config: DemoConfig, out: Path) -> DemoResult:
     shown = demo_table(rows, train)
     table = shown.text()
     write_text(out / "table.md", as_markdown(table + "\n"))
-    for path in (out / "results.json", config.save_results):
-        if path is not None:
-            write_text(Path(path), as_text(rows))
+    write_text(out / "results.json", as_text(rows))
     report = write_demo_report(out, rows, cells, numbers, train, model=config.model, heldout_windows=len(windows),
                                corpora=(learned, measured),
                                seconds=(trained, time.perf_counter() - started))
