@@ -79,19 +79,16 @@ def measure_text(
                        ms_per_token=speeds[FULL, None])
 
 
-def write_page(folder: Path, quality: TextQuality, trained: Sequence[str], model: str) -> Path:
-    """`report.html` of a training: what the recommended setting gains and loses, beside the others. trained: its
-    artifacts in words."""
+def write_page(folder: Path, quality: TextQuality, model: str) -> Path:
+    """`report.html` of a training: what the recommended setting gains and loses, beside the others."""
     from sparsekv.artifacts.hub.modelcard import local_name
     from sparsekv.evaluation.report import Figure, Table, write_report
 
     table = Table("What every setting loses and takes", COLUMNS, quality.lines(), quality.about(),
                   marked=quality.settings.index(quality.recommended))
-    parts = Table("What was trained", ("artifact", "what it is"), [
-        [kind, " ".join(words.split())] for kind, words in zip(("router", "feature maps"), trained, strict=True)])
     return write_report(
         folder / PAGE, f"sparsekv train: {local_name(model)}, reading less", f"{quality.advice()}.", [table],
-        [Figure("Perplexity and next tokens by budget", quality.figure(), CAPTION)], [parts], verdict=quality.verdict())
+        [Figure("Perplexity and next tokens by budget", quality.figure(), CAPTION)], verdict=quality.verdict())
 
 
 def _settings(

@@ -196,7 +196,7 @@ def _train(config: TrainConfig, plan: TrainingPlan, out: Path) -> Trained:
         begin(QUALITY)
         quality = read_quality(out) or _measure(config, plan, out)
     write_card(out, {"router": asdict(router.config), "phi": asdict(phi.config)}, nested=True, text=quality)
-    write_page(out, quality, (router.summary(), phi.summary()), config.model)
+    write_page(out, quality, config.model)
     return Trained(out, router, phi, quality)
 
 

@@ -6,6 +6,7 @@ import html
 import shutil
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -164,7 +165,9 @@ def test_what_is_finished_is_kept(place: Path) -> None:
     made = run_train(config(place, "again"))
     assert {f: f.stat().st_mtime_ns for f in before} == before
     whole = read_quality(place / "whole")
-    assert whole is not None and made.quality is not None and made.quality.settings == whole.settings
+    assert whole is not None and made.quality is not None
+    again, first = ([replace(s, ms_per_token=None) for s in quality.settings] for quality in (made.quality, whole))
+    assert again == first
 
 
 def test_a_corpus_with_no_held_out_window_is_measured_on_those_of_the_calibration(place: Path) -> None:
