@@ -1,4 +1,4 @@
-"""What a notebook and an editor show of the package."""
+"""The package as a notebook and an editor show it."""
 
 import inspect
 import subprocess

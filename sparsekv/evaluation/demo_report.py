@@ -57,8 +57,8 @@ def demo_table(rows: list[dict[str, Any]], captured: CaptureStore) -> Table:
 
 
 def verdict(table: Table, captured: CaptureStore, folder: Path) -> dict[str, str]:
-    """What the default, the last row of the table, gains and loses against full attention, the first, and how it is
-    set."""
+    """Gain, loss and setting of the default, the last row of the table, against full attention, the first; each a
+    sentence, by name."""
     (_, _, _, found, loss, _, step), (_, tokens, size, mine, my_loss, error, my_step) = table.rows[0], table.rows[-1]
     slower = float(my_step) >= float(step)
     return {

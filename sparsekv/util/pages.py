@@ -1,4 +1,4 @@
-"""What people read: tables in Markdown, pages from templates, figures in the ink of the page."""
+"""Tables in Markdown, templates of pages, and figures in the ink of the page."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from importlib.resources import files
 from typing import Any
 
 WORD = re.compile(r"[^\W\d_]{4}")
-"""What a cell of numbers and units does not have."""
+"""A word, which a cell of numbers and units does not have."""
 INK = "#1d1d1e"
 LOOK: dict[Any, Any] = {
     "svg.fonttype": "none", "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,

@@ -17,7 +17,7 @@ _DISPLAY: ContextVar[Progress | None] = ContextVar("display", default=None)
 EVERY, GROWTH = 3.0, 0.05
 """A line of text comes after so many seconds, and the next after as many, or after this share of the time so far."""
 SPEED_SECONDS = 600
-"""Over how long the rate is taken [s]: a window of a large model takes minutes."""
+"""Time over which the rate is taken [s]: a window of a large model takes minutes."""
 
 
 @contextmanager
@@ -83,7 +83,7 @@ def hide() -> None:
 
 
 def _other_rank() -> bool:
-    """Whether torchrun, Lightning or SLURM started this process beside a first one, which speaks for all."""
+    """True in a process that torchrun, Lightning or SLURM started beside a first one, which speaks for all."""
     return (os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0") != "0"
 
 

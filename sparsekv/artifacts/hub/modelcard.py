@@ -74,7 +74,7 @@ def card_files(
 
 
 def _metadata(configs: dict[str, dict[str, Any]], text: TextQuality | None) -> Any:
-    """What the hub reads: with what was measured on text as the model's results."""
+    """The hub's metadata, with what was measured on text as the model's results."""
     from huggingface_hub import EvalResult, ModelCardData
 
     model = " ".join(_model(configs).split())

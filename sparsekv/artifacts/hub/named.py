@@ -22,13 +22,13 @@ KINDS = ("router", "phi")
 OWN = tuple(f"{folder}{file}" for folder in ("", *(f"{kind}/" for kind in KINDS)) for file in (CONFIG, TENSORS))
 """Files of a repository that are artifacts'."""
 QUALITY = "quality.json"
-"""What a training costs on text."""
+"""The quality card of a training on text."""
 REPOSITORY = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*)(@(?P<revision>[^@\s]+))?")
 
 
 def on_hub(name: str) -> bool:
-    """Whether what is no path here can be a repository of the hub: `user/name`, where no folder here is called `user`:
-    of a path that is misspelt nobody is asked."""
+    """True for a name that is no path here and can be a repository of the hub: `user/name`, where no folder here is
+    called `user`. A path that is misspelt is asked of nobody."""
     return REPOSITORY.fullmatch(name) is not None and not Path(name).parent.is_dir()
 
 

@@ -123,7 +123,7 @@ class TextQuality:
                 for s in self.settings]
 
     def verdict(self) -> dict[str, str]:
-        """What is gained and lost by the recommended setting, which that is, and where it was measured."""
+        """Gain, loss and setting of what is recommended, each a sentence, by name."""
         best, mine, full = self.recommended, self.recommended.ms_per_token, self.ms_per_token
         gain = f"A step of a sparse layer reads {100 * best.bytes_read:.1f} % of the bytes of its keys and values."
         if mine is not None and full is not None:

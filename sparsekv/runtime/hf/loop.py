@@ -18,7 +18,7 @@ LIKELIEST = 1e-4
 
 
 class Streamer(Protocol):
-    """What shows an answer while it is made, as transformers' TextStreamer: the prompt's ids come first."""
+    """Receiver of an answer while it is made, as transformers' TextStreamer: the prompt's ids come first."""
 
     def put(self, value: Tensor, /) -> None: ...
 
