@@ -1,4 +1,4 @@
-"""What the figures of methods share: one colour a method, and labels at the ends of lines."""
+"""Colours and styles of methods, and their labels at the ends of lines."""
 
 from __future__ import annotations
 

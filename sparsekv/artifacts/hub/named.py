@@ -17,6 +17,7 @@ from sparsekv.artifacts.format import CONFIG, TENSORS, read_config
 from sparsekv.artifacts.hub.network import in_time, refused
 from sparsekv.artifacts.hub.shipped import TRAINED, trained
 from sparsekv.util.errors import SparseKVError
+from sparsekv.util.progress import hide
 
 KINDS = ("router", "phi")
 OWN = tuple(f"{folder}{file}" for folder in ("", *(f"{kind}/" for kind in KINDS)) for file in (CONFIG, TENSORS))
@@ -104,6 +105,7 @@ def fetch(repo: str, revision: str | None, files: Sequence[str]) -> Path:
 
     from sparsekv import __version__
 
+    hide()  # the hub's client draws its own bars
     try:
         with in_time():
             return Path(snapshot_download(repo, revision=revision, allow_patterns=list(files), library_name="sparsekv",

@@ -19,6 +19,7 @@ from sparsekv.artifacts.hub.network import in_time, refused
 from sparsekv.artifacts.hub.text_quality import FILE, checksums, parse_quality
 from sparsekv.util.config import option
 from sparsekv.util.errors import SparseKVError, printable
+from sparsekv.util.progress import hide
 
 METRICS = "metrics.csv"
 
@@ -82,6 +83,7 @@ def push(
         raise SparseKVError(f"pushing to {constants.ENDPOINT} needs a token: set HF_TOKEN, or run `hf auth login`")
     files = _files(Path(folder), found, name, license)
     api = HfApi(library_name="sparsekv", library_version=__version__)
+    hide()  # its client draws its own bars
     try:
         with in_time():
             made = api.create_repo(name, private=private or None, exist_ok=True)

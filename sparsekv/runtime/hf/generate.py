@@ -13,6 +13,7 @@ from sparsekv.core.registry import NONE
 from sparsekv.runtime.config import SparseConfig
 from sparsekv.util.config import ROPE_SCALING, SEEDS, check_ranges, option
 from sparsekv.util.errors import SparseKVError, first_line
+from sparsekv.util.progress import hide
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +95,7 @@ def _read_stdin() -> str:
     try:
         if sys.stdin is None or sys.stdin.closed:
             raise SparseKVError("standard input is closed; give the prompt by --prompt-file")
+        hide()  # who types sees what they type
         raw = getattr(sys.stdin, "buffer", None)  # in UTF-8 mode text lets wrong bytes through as surrogates
         return sys.stdin.read() if raw is None else raw.read().decode("utf-8")
     except UnicodeDecodeError as error:
