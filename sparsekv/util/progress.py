@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 _DISPLAY: ContextVar[Progress | None] = ContextVar("display", default=None)
 EVERY, GROWTH = 3.0, 0.05
 """A line of text comes after so many seconds, and the next after as many, or after this share of the time so far."""
+_SPOKEN = [time.monotonic()]
+"""Time of the last line; at first that of the start."""
 SPEED_SECONDS = 600
 """Time over which the rate is taken [s]: a window of a large model takes minutes."""
 
@@ -88,11 +91,12 @@ def _other_rank() -> bool:
 
 
 def _tell(bar: Progress, task: Task, over: threading.Event, every: float, out: TextIO) -> None:
-    """Print the innermost task's line from time to time."""
-    pause = every
+    """Print the innermost task's line from time to time, counted from the last line of any task."""
+    pause = max(every / 10, min(every, _SPOKEN[0] + every - time.monotonic()))
     while not over.wait(pause):
         if bar.tasks[-1] is task and task.visible:
             print(_line(task), file=out, flush=True)
+            _SPOKEN[0] = time.monotonic()
         pause = max(every, GROWTH * (task.elapsed or 0))
 
 
