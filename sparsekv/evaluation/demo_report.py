@@ -65,8 +65,8 @@ def verdict(table: Table, captured: CaptureStore, folder: Path) -> dict[str, str
         "Gain": f"A step of a sparse layer reads {tokens} of the tokens and {size} of the bytes. After "
                 f"{captured.context_length} tokens it takes {my_step} ms on this machine, with full attention {step} ms"
                 + ("; so short a cache is decoded with full attention by default." if slower else "."),
-        "Loss": f"{mine} hidden numbers are found, by full attention {found}. Perplexity is {my_loss}, full attention's "
-                f"{loss}. The relative error of attention outputs is {error}.",
+        "Loss": f"{mine} hidden numbers are found, by full attention {found}. Perplexity is {my_loss}, full "
+                f"attention's {loss}. The relative error of attention outputs is {error}.",
         "Setting": f"sparsekv.attach(model, \"{folder}\", token_budget={shown()[-1].budget:g})"}
 
 
