@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress, Task
 
 _DISPLAY: ContextVar[Progress | None] = ContextVar("display", default=None)
-EVERY, GROWTH = 3.0, 0.05
+EVERY, GROWTH = 3.0, 0.02
 """A line of text comes after so many seconds, and the next after as many, or after this share of the time so far."""
 _SPOKEN = [time.monotonic()]
 """Time of the last line; at first that of the start."""
