@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sparsekv.artifacts.fingerprint import check_all_bits, model_fingerprint
 from sparsekv.artifacts.hub.models import attention_modules, decoder
@@ -24,7 +24,7 @@ from sparsekv.runtime.decoding import Decoding, make_decoding
 from sparsekv.runtime.hf import hooks
 from sparsekv.runtime.hf.cache import SparseCache, SparseLayer
 from sparsekv.runtime.hf.generate_hook import roomy_cache
-from sparsekv.runtime.hf.loop import decode_loop
+from sparsekv.runtime.hf.loop import Streamer, decode_loop
 from sparsekv.runtime.hf.prefix import load_prefix, save_prefix
 from sparsekv.runtime.hf.prompts import (
     check_cache_rows,
@@ -39,7 +39,7 @@ from sparsekv.runtime.hf.runner import Runner
 from sparsekv.runtime.hf.supported import ARTIFACTS, check_cache, load_artifacts, model_within
 from sparsekv.runtime.plan import RunOptions
 from sparsekv.runtime.process import usual_defaults
-from sparsekv.runtime.settings import load_settings
+from sparsekv.runtime.settings import Settings, load_settings
 from sparsekv.util.config import whole
 from sparsekv.util.errors import SparseKVError
 
@@ -50,8 +50,9 @@ __all__ = ["Attachment", "RunOptions", "SparseConfig", "SparsePrompts", "attach"
 
 @usual_defaults()
 def attach(
-    model: Any, artifacts: Any = None, config: SparseConfig | str | Path | None = None, *, settings: Any = None,
-    run: RunOptions | None = None, all_bits: bool = False, **overrides: Any,
+    model: nn.Module, artifacts: str | Path | None = None, config: SparseConfig | str | Path | None = None, *,
+    settings: Settings | str | Path | None = None, run: RunOptions | None = None, all_bits: bool = False,
+    **overrides: object,
 ) -> Attachment:
     """Attach sparse decoding to a causal language model; use as `with sparsekv.attach(model, ...) as attachment:`.
 
@@ -94,7 +95,7 @@ def attach(
 
 
 @contextlib.contextmanager
-def writing(model: Any, room: int) -> Iterator[Callable[[Tensor], Tensor]]:
+def writing(model: nn.Module, room: int) -> Iterator[Callable[[Tensor], Tensor]]:
     """A model that writes with full attention, `room` tokens at most: for the time of the block, a function from the
     next tokens `[B, n]` to logits `[B, 1, V]` of what follows all so far, overwritten by the next call."""
     with attach(model, selector="dense") as attachment:
@@ -255,7 +256,7 @@ class Attachment:
     def generate(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, *, max_new_tokens: int = 128,
         temperature: float = 0.0, eos_token_id: int | Sequence[int] | None = None, pad_token_id: int | None = None,
-        seed: int | None = None, streamer: Any = None, cache: SparseCache | None = None,
+        seed: int | None = None, streamer: Streamer | None = None, cache: SparseCache | None = None,
     ) -> Tensor:
         """Prompt and answer, `[B, N + n]`, as `model.generate` gives them, by a loop that costs the host next to
         nothing a token.
