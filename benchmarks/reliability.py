@@ -18,6 +18,8 @@ sys.path += [str(Path(__file__).resolve().parent.parent / room) for room in (
 
 import attacks
 import families
+import hostile
+import ways
 
 from benchmarks._rows import row, take_over
 
@@ -28,6 +30,10 @@ GROUPS: dict[str, Callable[[Path], attacks.Outcome]] = {
     "arguments of attach": lambda folder: attacks.attach_with_anything(1500),
     "families": lambda folder: attacks.Outcome(len(families.FAMILIES), [
         word for name in families.FAMILIES if (word := families.wrong(name))]),
+    "ways of running": lambda folder: attacks.Outcome(len(ways.WAYS), [
+        word for one in ways.WAYS if (word := ways.wrong(one))]),
+    "hostile model files": lambda folder: attacks.Outcome(300, hostile.drawn(
+        hostile.sound_model(folder / "sound"), folder, 300, first=1000)),
     "padded batches against unpadded": lambda folder: attacks.pad(1000),
     "interrupts at random moments": lambda folder: attacks.interrupt(2000),
     "sizes beyond all memory": lambda folder: attacks.ask_for_too_much(folder),

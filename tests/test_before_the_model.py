@@ -56,7 +56,6 @@ CASES = {
     "inspect": [("nothing at", "NOTHING")],
     "demo": [
         ("no file at", "--corpus NOTHING.txt --output NEW"),
-        ("could not write", "--output NEW --save-results FILE/rows.json"),
         ("something else", "--output FOLDER --overwrite"),
         ("999999 buckets need at least as many keys", "--output NEW --num-buckets 999999"),
     ],

@@ -153,13 +153,14 @@ def test_no_file_of_the_runtime_is_long() -> None:
 
 def test_import_is_fast_and_loads_nothing_heavy() -> None:
     code = ("import sys, sparsekv; assert sparsekv.__version__; "
-            "print([m for m in ('torch', 'transformers', 'triton', 'faiss', 'lightning') if m in sys.modules])")
+            "print([m for m in ('torch', 'transformers', 'triton', 'faiss', 'lightning', 'datasets', 'matplotlib') "
+            "if m in sys.modules])")
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
 
 
 def test_attach_loads_no_optional_package() -> None:
     code = ("import sys; from sparsekv import attach; import sparsekv.kernels; "
-            "print([m for m in ('faiss', 'lightning', 'lm_eval', 'datasets') if m in sys.modules])")
+            "print([m for m in ('faiss', 'lightning', 'lm_eval', 'datasets', 'matplotlib') if m in sys.modules])")
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]", out.stdout

@@ -16,7 +16,7 @@ from sparsekv.artifacts.checks import brief, check_scope, damaged, from_record
 from sparsekv.artifacts.fingerprint import check_fingerprint, model_fingerprint
 from sparsekv.artifacts.format import load_artifact, save_artifact, take
 from sparsekv.artifacts.hub.named import find_artifact
-from sparsekv.artifacts.hub.push import push_object
+from sparsekv.artifacts.hub.push import OnHub
 from sparsekv.core.estimators.phi import phi_tokens
 from sparsekv.kernels import FeatureMapWeights, KeyMap
 from sparsekv.models.feature_map import FeatureMaps
@@ -128,7 +128,7 @@ class PhiLayer(NamedTuple):
         return self._replace(maps=self.maps.map(lambda w: w.to(device)), offsets=self.offsets.to(device))
 
 
-class PhiArtifact:
+class PhiArtifact(OnHub):
     """maps with leading dimensions `[L, Hq]` (queries) and `[L, Hkv]` (keys); shift `[L, S, Hq]` by `read_shares`, gate
     `[L, Hq]`: the completion's mass is multiplied by `gate · exp(shift)`."""
 
@@ -158,12 +158,6 @@ class PhiArtifact:
         """eight_bits: matrices rounded to 8 bits, a quarter of the size."""
         save_artifact(path, asdict(self.config), {**self.maps.named(), "shift": self.shift, "gate": self.gate},
                       eight_bits=eight_bits)
-
-    def push_to_hub(self, name: str, *, private: bool = False, revision: str | None = None,
-                    message: str | None = None, license: str | None = None) -> str:
-        """Push it with its page to the repository `user/name` of the hub, made where there is none; returns the address
-        of the commit. Raises SparseKVError as `sparsekv.artifacts.hub.push.push`."""
-        return push_object(self, name, private=private, revision=revision, message=message, license=license)
 
     @classmethod
     def load(cls, path: str | Path, revision: str | None = None) -> PhiArtifact:

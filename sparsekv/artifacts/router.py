@@ -14,7 +14,7 @@ from sparsekv.artifacts.checks import brief, check_scope, damaged, from_record
 from sparsekv.artifacts.fingerprint import check_fingerprint, model_fingerprint
 from sparsekv.artifacts.format import load_artifact, save_artifact, take
 from sparsekv.artifacts.hub.named import find_artifact
-from sparsekv.artifacts.hub.push import push_object
+from sparsekv.artifacts.hub.push import OnHub
 from sparsekv.core.index import RouterLayer
 from sparsekv.core.sketch import check_sketch
 from sparsekv.kernels import QueryModel, Sketch
@@ -46,7 +46,7 @@ class RouterArtifactConfig:
     kind: str = KIND
 
 
-class RouterArtifact:
+class RouterArtifact(OnHub):
     """centroids `[L, Hkv, C, d]`; weights and sketch with leading dimensions `[L, H]`, or None."""
 
     def __init__(self, config: RouterArtifactConfig, centroids: Tensor, weights: QueryModel | None,
@@ -74,8 +74,6 @@ class RouterArtifact:
         if self.sketch is not None:
             tensors |= {f"sketch.{name}": x for name, x in self.sketch._asdict().items()}
         save_artifact(path, asdict(self.config), tensors, eight_bits=eight_bits)
-
-    push_to_hub = push_object
 
     @classmethod
     def load(cls, path: str | Path, revision: str | None = None) -> RouterArtifact:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -146,6 +147,7 @@ def run_eval(config: EvalConfig) -> EvalResult:
 
 def _run(config: EvalConfig, checked: Checked, output: Path) -> EvalResult:
     from sparsekv.artifacts.hub.models import cache_bytes, load_config, load_model, resolve_device
+    from sparsekv.artifacts.hub.rotary import beyond_positions
     from sparsekv.evaluation.evaluator import Evaluator
     from sparsekv.evaluation.rows import as_text, with_origin
     from sparsekv.evaluation.scores import score_rows
@@ -166,6 +168,9 @@ def _run(config: EvalConfig, checked: Checked, output: Path) -> EvalResult:
     for artifact in (checked.router, checked.phi):
         if artifact is not None:
             artifact.check(model)
+    beyond = beyond_positions(model.config, max(r.length + r.answer_tokens for r in requests))
+    if beyond is not None:
+        print(beyond, file=sys.stderr)
     kind = _kind(output)
     if config.overwrite and not config.resume and _own(output, "cells*.jsonl", CELLS):
         requests_there = _own(output, "*.jsonl*", REQUESTS)
@@ -226,10 +231,10 @@ def _write_report(output: Path, rows: list[dict[str, Any]]) -> str:
     from sparsekv.evaluation.report import write_pngs, write_report
     from sparsekv.evaluation.result_figures import result_figures
     from sparsekv.evaluation.rows import origin_line
-    from sparsekv.evaluation.tables import markdown, methods_table, report_tables
+    from sparsekv.evaluation.tables import methods_table, report_tables
 
     tables, details = report_tables(rows)
-    text = [f"{t.title}\n\n{markdown(t.header, t.rows)}" for t in (*tables, *details)]
+    text = [f"{t.title}\n\n{t.text()}" for t in (*tables, *details)]
     unscored = sorted({r["task"] for r in rows if r["metric"] == "score" and r["value"] is None
                        and not r.get("infeasible")})
     if unscored:

@@ -64,7 +64,7 @@ class SparseConfig:
     options: dict[str, Any] = option(dict, flag=None, help="The selector's other options, by name.")
 
     @classmethod
-    def of(cls, config: SparseConfig | str | Path | None = None, **overrides: Any) -> Self:
+    def of(cls, config: SparseConfig | str | Path | None = None, **overrides: object) -> Self:
         """These options with others in their place; a name that is no field is an option of the selector. config: a
         `SparseConfig`, or a settings file. Raises SparseKVError."""
         if isinstance(config, str | Path):
@@ -74,7 +74,7 @@ class SparseConfig:
                                 f"{type(config).__name__}")
         names = {f.name for f in fields(cls)}
         base = cls() if config is None else cls(**{name: getattr(config, name) for name in names})
-        own = {name: value for name, value in overrides.items() if name in names}
+        own: dict[str, Any] = {name: value for name, value in overrides.items() if name in names}
         options = {name: value for name, value in overrides.items() if name not in names}
         return replace(base, **own, options={**base.options, **own.get("options", {}), **options}) if overrides else (
             base)

@@ -105,8 +105,11 @@ class Plan:
                 and all(x.room > 0 and x.data is data for x, data in zip(self.parts, self.data, strict=True)))
 
     def begin(self, ids: Tensor, positions: Tensor | None) -> None:
-        """Set the next step: ids, positions `[B, 1]`, None: the next of the cache."""
+        """Set the next step: ids, positions `[B, 1]`, None: the next of the cache; where a model has several
+        `[n, B, 1]` (M-RoPE) those of a token of text are alike, and the last are taken."""
         self.ids.copy_(ids)
+        if positions is not None and positions.dim() == 3:
+            positions = positions[-1]
         if positions is None:
             self.positions.fill_(self.length)
         else:

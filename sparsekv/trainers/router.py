@@ -157,7 +157,8 @@ def _train(
             run.fit(task, index, "router", f"train router{name}", recipe.max_steps, recipe.lr)
             layer = layer._replace(weights=QueryModel(*(w.detach() for w in task.router.fold())))
         del pool
-        result = {"centroids": layer.centroids, **quality(validating, layer)}
+        with progress(f"quality of the router{name}"):
+            result = {"centroids": layer.centroids, **quality(validating, layer)}
         if layer.weights is not None:
             result |= {f"query_model.{k}": w for k, w in layer.weights._asdict().items()}
         if layer.sketch is not None:

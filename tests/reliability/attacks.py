@@ -572,7 +572,7 @@ def type_anything(folder: Path, count: int, seed: int = 0) -> Outcome:
                              "router": str(artifact), "path": str(artifact)}.get(field.name, value)
                 if field.name in ("model", "corpus") and not value.startswith(("/", ".")):
                     value = f"/nonexistent/{value[:20]}"  # a name would be asked for on the network
-                if field.name in ("output", "save_results", "save_requests") and "/" in value and ":" not in value:
+                if field.name in ("output", "save_requests") and "/" in value and ":" not in value:
                     value = "out"
                 if field.metadata["typer"].get("argument"):
                     words.append(value)

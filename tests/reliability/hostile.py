@@ -5,13 +5,20 @@ from __future__ import annotations
 import copy
 import json
 import random
+import resource
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from sparsekv.artifacts.hub.models import attention_sizes, load_config, load_model
+from sparsekv.util.errors import SparseKVError
+
+SECONDS, BYTES = 5.0, 1 << 30
+"""What a file may cost until it is refused."""
 SIZES = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size",
          "intermediate_size", "vocab_size", "max_position_embeddings", "num_labels")
 OTHERS = ("eos_token_id", "rope_parameters", "rope_scaling", "model_type", "architectures", "hidden_act", "dtype",
@@ -77,3 +84,46 @@ def gguf_file(file: Path, rng: random.Random | None = None) -> Path:
                 data[rng.randrange(1200)] = rng.randrange(256)
         file.write_bytes(data)
     return file
+
+
+def sound_model(folder: Path) -> Path:
+    """A tiny model that loads, and has been loaded once."""
+    from tiny import make_tokenizer
+    from ways import fresh_model
+
+    fresh_model().save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    load_model(str(folder), device="cpu")
+    return folder
+
+
+def loads(path: Path) -> bool:
+    """Whether it loads, and a model of it answers or refuses; whatever else happens comes out."""
+    began, before = time.process_time(), _peak()
+    try:
+        attention_sizes(load_config(str(path)))
+        model, _ = load_model(str(path), device="cpu")
+    except SparseKVError as refusal:
+        assert "\n" not in str(refusal) and len(str(refusal)) < 1000
+        return False
+    finally:
+        assert time.process_time() - began < SECONDS and _peak() - before < BYTES
+    return model is not None
+
+
+def drawn(sound: Path, folder: Path, count: int, first: int = 0) -> list[str]:
+    """A word for every drawn file that is neither a model nor refused in a sentence."""
+    failed = []
+    for seed in range(first, first + count):
+        rng = random.Random(seed)
+        path = (gguf_file(folder / f"{seed}.gguf", rng) if seed % 3 == 0 else
+                config_file(sound, folder / str(seed), rng))
+        try:
+            loads(path)
+        except (Exception, AssertionError) as error:
+            failed.append(f"{seed}: {type(error).__name__}: {str(error)[:200]}")
+    return failed
+
+
+def _peak() -> int:
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

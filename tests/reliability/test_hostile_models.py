@@ -4,63 +4,24 @@ from __future__ import annotations
 
 import json
 import random
-import resource
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hostile import config_file, gguf_file
+from hostile import config_file, drawn, gguf_file, loads, sound_model
 from tiny import make_tokenizer
 from ways import fresh_model
 
-from sparsekv.artifacts.hub.models import attention_sizes, load_config, load_model
+from sparsekv.artifacts.hub.models import load_config
 from sparsekv.capture.config import CaptureConfig
 from sparsekv.capture.run import run_capture
 from sparsekv.util.errors import SparseKVError
 
-SECONDS, BYTES = 5.0, 1 << 30
-
-
-def peak() -> int:
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("sound")
-    fresh_model().save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
-    load_model(str(folder), device="cpu")
-    return folder
-
-
-def loads(path: Path) -> bool:
-    """Whether it loads, and a model of it answers or refuses; whatever else happens comes out."""
-    began, before = time.process_time(), peak()
-    try:
-        attention_sizes(load_config(str(path)))
-        model, _ = load_model(str(path), device="cpu")
-    except SparseKVError as refusal:
-        assert "\n" not in str(refusal) and len(str(refusal)) < 1000
-        return False
-    finally:
-        assert time.process_time() - began < SECONDS and peak() - before < BYTES
-    return model is not None
-
-
-def drawn(sound: Path, folder: Path, count: int, first: int = 0) -> list[str]:
-    failed = []
-    for seed in range(first, first + count):
-        rng = random.Random(seed)
-        path = (gguf_file(folder / f"{seed}.gguf", rng) if seed % 3 == 0 else
-                config_file(sound, folder / str(seed), rng))
-        try:
-            loads(path)
-        except (Exception, AssertionError) as error:
-            failed.append(f"{seed}: {type(error).__name__}: {str(error)[:200]}")
-    return failed
+    return sound_model(tmp_path_factory.mktemp("sound"))
 
 
 def test_thirty_drawn_files_are_sentences_or_models(sound: Path, tmp_path: Path) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from tiny import VOCAB, attach, make_model, prompt
+from tiny import VOCAB, attach, make_model, make_tokenizer, prompt
 
+from sparsekv.artifacts.hub.rotary import beyond_positions
 from sparsekv.runtime.hf.attach import Attachment
 from sparsekv.runtime.hf.generate import GenerateConfig, generate
 from sparsekv.util.errors import SparseKVError
@@ -122,3 +125,27 @@ def test_a_seed_of_the_command_line_that_is_none(cli, saved_model) -> None:
         assert status == 2 and "--seed" in shown and "Traceback" not in shown
     with refused("seed must be a whole number from 0 to .*, found -1"):
         generate(GenerateConfig(model=str(saved_model), prompt="hi", seed=-1, device="cpu"))
+
+
+@pytest.mark.parametrize("words", [
+    ("generate", "--prompt", "many words " * 25, "--max-new-tokens", 4),
+    ("eval", "--output", "eval", "--tasks", "perplexity", "--lengths", "300", "--samples", 1, "--methods", "streaming",
+     "--budgets", "0.1", "--corpus", "corpus.txt")])
+def test_a_text_beyond_the_models_positions_is_said_in_one_line(cli, tmp_path, monkeypatch, words: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "corpus.txt").write_text("many words " * 200)
+    make_tokenizer().save_pretrained(tmp_path / "model")
+    for positions in (256, 512):
+        make_model(max_position_embeddings=positions).save_pretrained(tmp_path / "model")
+        status, _, said = cli(words[0], "--model", "model", "--device", "cpu", *words[1:],
+                              *(["--overwrite"] if positions == 512 and words[0] == "eval" else []))
+        assert status == 0, said
+        found = re.findall(r"prompt and answer have up to (\d+) tokens and the model was made for (\d+)", said)
+        assert len(found) == (positions == 256) and all(int(n) > int(most) == 256 for n, most in found)
+
+
+def test_a_rotation_that_grows_with_the_text_has_no_last_position() -> None:
+    config = copy.deepcopy(make_model(max_position_embeddings=64).config)
+    assert beyond_positions(config, 64) is None and beyond_positions(config, 65) is not None
+    config.rope_parameters = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    assert beyond_positions(config, 65) is None

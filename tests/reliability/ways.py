@@ -700,6 +700,27 @@ def _(model: Any, ids: torch.Tensor) -> Any:
         return pool.submit(_called(CALLS["`model.generate`"]), model, ids).result()
 
 
+def _decoded(model: Any, ids: torch.Tensor, cache: Any) -> None:
+    with torch.no_grad():
+        cache = model.model(ids, past_key_values=cache).past_key_values
+        model.model(ids[:, -1:], past_key_values=cache)
+
+
+@way("threads", "another thread calls the decoder by itself, `attachment.cache()`", REFUSED, "the decoder by itself",
+     "it does not come by the model's own pass")
+def _(model: Any, ids: torch.Tensor) -> Any:
+    with attach(model) as attachment, ThreadPoolExecutor(1) as pool:
+        pool.submit(_decoded, model, ids, attachment.cache()).result()
+    return attachment
+
+
+@way("threads", "another thread calls the decoder by itself, no cache given", WARNED, "the decoder by itself",
+     "it looks like a pass that began before")
+def _(model: Any, ids: torch.Tensor) -> Any:
+    with attach(model), ThreadPoolExecutor(1) as pool:
+        pool.submit(_decoded, model, ids, None).result()
+
+
 async def _attached(model: Any, ids: torch.Tensor, turn: asyncio.Event, gone: asyncio.Event) -> Any:
     with attach(model) as attachment:
         gone.set()

@@ -107,7 +107,7 @@ def test_the_client_of_the_page_gets_what_attach_writes(place: Path, port: int, 
     ids = tokenizer(Path("long.txt").read_text(), return_tensors="pt")["input_ids"]
     given = json.loads(FENCED["json"])
     assert len(ids[0]) > 4 * SPARSE["dense_below"]
-    with sparsekv.attach(model, artifacts="trained", token_budget=given["token_budget"], **SPARSE):
+    with sparsekv.attach(model, artifacts="trained", token_budget=given["token_budget"], fit="fixed", **SPARSE):
         out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=256, do_sample=False)
     assert answer.choices[0].text == tokenizer.decode(out[0, ids.shape[1]:], skip_special_tokens=True)
     full = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=256, do_sample=False)

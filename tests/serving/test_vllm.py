@@ -85,10 +85,10 @@ def serve(folder: Path, waves: list[Any], settings: dict[str, Any] | None, *, mo
 
 def attached(folder: Path, texts: list[list[int]], tokens: int, *, model: Any = None, router: str = "sketch",
              **options: Any) -> list[list[int]]:
-    """The tokens of `sparsekv.attach`, one request after another."""
+    """The tokens of `sparsekv.attach`, one request after another, by the artifact's sketches as a server has them."""
     import sparsekv
 
-    outs = []
+    outs, options = [], options if router == "buckets" else {"fit": "fixed", **options}
     with sparsekv.attach(model or tiny(), router=str(folder / router), dense_below=0, dense_layers=[0], **options):
         for text in texts:
             ids = torch.tensor([text])

@@ -35,6 +35,19 @@ def border_of(config: Any) -> int | None:
     return None
 
 
+def beyond_positions(config: Any, tokens: int) -> str | None:
+    """One line for a text longer than the positions that a model was made for; None for one that fits, and where the
+    rotation grows with the text (dynamic).
+
+    config: of a transformers model. tokens: of prompt and answer.
+    """
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if not longest or tokens <= longest or any(part.get("rope_type") == "dynamic" for part in _parameters(config)):
+        return None
+    return (f"prompt and answer have up to {tokens} tokens and the model was made for {longest}; what it writes past "
+            "them is seldom sense: shorten them, or give --rope-scaling")
+
+
 @contextmanager
 def tables_of_length(model: Any, length: int) -> Iterator[None]:
     """Rotary tables as a prefill of `length` tokens in one piece has them, cut out by position: the first chunks of a

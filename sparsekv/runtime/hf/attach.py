@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sparsekv.artifacts.fingerprint import check_all_bits, model_fingerprint
 from sparsekv.artifacts.hub.models import attention_modules, decoder
@@ -23,7 +23,7 @@ from sparsekv.runtime.decoding import Decoding, make_decoding
 from sparsekv.runtime.hf.attached import enter, leave, model_of
 from sparsekv.runtime.hf.cache import SparseCache, SparseLayer
 from sparsekv.runtime.hf.generate_hook import roomy_cache
-from sparsekv.runtime.hf.loop import decode_loop, step_across
+from sparsekv.runtime.hf.loop import Streamer, decode_loop, step_across
 from sparsekv.runtime.hf.prefix import load_prefix, save_with_index
 from sparsekv.runtime.hf.prompts import (
     check_cache_rows,
@@ -47,8 +47,8 @@ __all__ = ["Attachment", "RunOptions", "SparseConfig", "SparsePrompts", "attach"
 
 @usual_defaults()
 def attach(
-    model: Any, artifacts: Any = None, config: SparseConfig | str | Path | None = None, *,
-    run: RunOptions | None = None, all_bits: bool = False, **overrides: Any,
+    model: nn.Module, artifacts: str | Path | None = None, config: SparseConfig | str | Path | None = None, *,
+    run: RunOptions | None = None, all_bits: bool = False, **overrides: object,
 ) -> Attachment:
     """Attach sparse decoding to a causal language model; use as `with sparsekv.attach(model, ...) as attachment:`.
 
@@ -82,7 +82,7 @@ def attach(
 
 
 @contextlib.contextmanager
-def writing(model: Any, room: int) -> Iterator[Callable[[Tensor], Tensor]]:
+def writing(model: nn.Module, room: int) -> Iterator[Callable[[Tensor], Tensor]]:
     """A model that writes with full attention, `room` tokens at most: for the time of the block, a function from the
     next tokens `[B, n]` to logits `[B, 1, V]` of what follows all so far, overwritten by the next call."""
     with attach(model, selector="dense") as attachment:
@@ -224,6 +224,7 @@ class Attachment:
                         past += part.shape[1]
                         mask = None if attention_mask is None else attention_mask[:, :past]
                         positions = None if mask is None else positions_of(mask)[:, -part.shape[1]:]
+                        mask, _ = cache.masked(mask, part.shape[1])
                         decoder(self.model)(input_ids=part, attention_mask=mask, position_ids=positions,
                                             past_key_values=cache, use_cache=True)
             finally:
@@ -235,7 +236,7 @@ class Attachment:
     def generate(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, *, max_new_tokens: int = 128,
         temperature: float = 0.0, eos_token_id: int | Sequence[int] | None = None, pad_token_id: int | None = None,
-        seed: int | None = None, streamer: Any = None, cache: SparseCache | None = None,
+        seed: int | None = None, streamer: Streamer | None = None, cache: SparseCache | None = None,
     ) -> Tensor:
         """Answer a prompt as `model.generate` does, by a loop that costs the host next to nothing per token.
 
@@ -276,7 +277,7 @@ class Attachment:
         check_cache(cache)
         check_cache_rows(cache, ids.shape[0])
         if mask is not None:
-            check_mask(mask, ids.shape[0], cache.get_seq_length() + ids.shape[1], ends=ends)
+            check_mask(mask, *ids.shape, held=cache.get_seq_length(), ends=ends)
         return cast(SparseCache, cache)
 
     def step(self, ids: Tensor, cache: SparseCache) -> Tensor:
@@ -300,6 +301,7 @@ class Attachment:
     def _step(self, token: Tensor, mask: Tensor | None, positions: Tensor | None, cache: SparseCache) -> Tensor:
         """Logits `[B, 1, V]` after one more token of every row, overwritten by the next step."""
         attached = model_of(self)
+        mask, _ = cache.masked(mask, 1)
         with attached.lock:
             logits = self.runner.step(attached, cache, token, mask, positions)
             return self._logits(token, mask, positions, cache) if logits is None else logits

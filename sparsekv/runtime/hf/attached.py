@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -21,6 +22,7 @@ from sparsekv.artifacts.hub.models import decoder
 from sparsekv.core.rope import LayerRope
 from sparsekv.runtime import process
 from sparsekv.runtime.hf import attention
+from sparsekv.runtime.hf.cache import SparseCache
 from sparsekv.runtime.hf.forward import forward
 from sparsekv.runtime.hf.generate_hook import generate, generate_batch
 from sparsekv.runtime.hf.model_pass import Layers
@@ -47,6 +49,8 @@ class AttachedModel:
         self.holders = holders(model, modules)
         self.lock = threading.RLock()
         self.thread = 0
+        self.warned = False
+        """Whether it was said that passes run elsewhere."""
         self.ropes: dict[Any, LayerRope | None] = {}
         """How the model's rotary tables become ours, by kind of layer."""
         self.layers = Layers(model, modules)
@@ -157,6 +161,18 @@ class AttachedModel:
 
         # inside somebody's torch.compile too, the pass runs as it is
         self.model.__dict__[name] = torch.compiler.disable(wrapped)
+
+    def elsewhere(self, cache: Any) -> None:
+        """Judge a pass of another thread that did not come by the model's forward: raises SparseKVError for one with a
+        cache of ours; of others says once that they are not decoded sparsely."""
+        if isinstance(cache, SparseCache):
+            raise SparseKVError("another thread than the one that attached called the decoder by itself; call the "
+                                "model, or attachment.prefill and attachment.step")
+        if not self.warned:
+            self.warned = True
+            warnings.warn("a pass of another thread runs with the model's own attention and not sparsely: it began "
+                          "before the model was attached to, or calls the decoder by itself; call the model",
+                          stacklevel=2)
 
     def _see(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         attention.see(self, module, kwargs)

@@ -3,12 +3,14 @@ transformers keeps from them."""
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import flash_attention_mask
+from transformers.masking_utils import causal_mask_function, flash_attention_mask
 
 from sparsekv.core.rope import find_layout
 from sparsekv.runtime.hf.cache import SparseCache, SparseLayer
@@ -39,6 +41,8 @@ def see(attached: Any, module: Any, kwargs: dict[str, Any]) -> None:
         check_named(module.config)
         if cache is not None:
             check_cache(cache)
+    elif attached.attachments:
+        attached.elsewhere(cache)
     if isinstance(cache, SparseCache) and tables is not None:
         layer = cache.layers[module.layer_idx] if module.layer_idx < len(cache.layers) else None
         if isinstance(layer, SparseLayer):
@@ -48,7 +52,7 @@ def see(attached: Any, module: Any, kwargs: dict[str, Any]) -> None:
             rope = attached.ropes[key]
             if rope is not None:
                 table = cache.rope.setdefault(key, GrowingRope(rope.layout, cache.reserve))
-                table.append(rope.table(tables[0]), rope.table(tables[1]), layer.get_seq_length())
+                table.append(rope.table(tables[0]), rope.table(tables[1]), layer.get_seq_length(), cache.moves)
 
 
 def check_named(config: Any) -> None:
@@ -79,18 +83,37 @@ def attention(
         raise SparseKVError(f"{type(module).__name__} has learned attention sinks and caps its scores, which sparsekv "
                             "does not support together")
     NOW.reached += 1
+    own = None
+    if getattr(attention_mask, "sees_ahead", False):
+        own = functools.partial(own_attention(module), module, attention_mask=attention_mask, scaling=scaling,
+                                dropout=dropout, sliding_window=sliding_window, softcap=softcap, **kwargs)
     out = attachment.runner.attention(
-        module, seen[2], query, key, value, attention_mask, scale, sliding_window, softcap, sinks)
+        module, seen[2], query, key, value, attention_mask, scale, sliding_window, softcap, sinks, own)
     return out.transpose(1, 2).contiguous(), None
 
 
 def mask(*args: Any, config: Any, **kwargs: Any) -> Any:
-    """The mask of a pass: as FlashAttention takes it, 2-D or none; the model's own for one that is not ours."""
+    """Make the mask of a pass: as FlashAttention takes it, 2-D or none; the model's own for one that is not ours, and
+    for a prompt with spans that see both ways (an image's)."""
     attached = attached_with(config)
-    if attached is None or attached.is_ours():
+    ours = attached is None or attached.is_ours()
+    if attached is None or (ours and not sees_ahead(**kwargs)):
         return flash_attention_mask(*args, **kwargs)
     make = AttentionMaskInterface().get(attached.own_name(config), flash_attention_mask)
-    return make(*args, config=config, **kwargs)
+    own: Any = make(*args, config=config, **kwargs)
+    if ours and own is not None:
+        own.sees_ahead = True
+    return own
+
+
+def sees_ahead(*, batch_size: int, q_length: int, q_offset: Any = 0, mask_function: Any = causal_mask_function,
+               device: Any = None, **_: Any) -> bool:
+    """Return whether a token of a pass sees the one after it."""
+    if q_length < 2 or mask_function is causal_mask_function:
+        return False
+    rows = torch.arange(batch_size, device=device)[:, None]
+    tokens = torch.arange(q_length - 1, device=device) + q_offset
+    return bool(mask_function(rows, torch.zeros_like(rows), tokens, tokens + 1).any())
 
 
 def own_attention(module: Any) -> Any:

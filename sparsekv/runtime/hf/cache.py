@@ -16,6 +16,7 @@ from sparsekv.core.step import LayerState
 from sparsekv.runtime.hf.offload import HostView
 from sparsekv.runtime.hf.sliding import SlidingLayer
 from sparsekv.runtime.hf.storage import Growing, GrowingRope, StoredLayer
+from sparsekv.runtime.hf.turns import PADDED, Moves, Turn, left_padded, move, turn_of
 from sparsekv.util.errors import SparseKVError
 
 
@@ -55,12 +56,18 @@ class SparseLayer(StoredLayer, DynamicLayer):
     def get_seq_length(self) -> int:
         return self.stores[0].length
 
-    def remember_queries(self, query: Tensor, end: int) -> None:
-        """Keep the last queries of the prefill: query `[B, Hq, T, d]` with RoPE, the last at position `end − 1`."""
-        new = query[:, :, -OBSERVED:].detach()
-        if self.recent is not None and self.recent_end == end - query.shape[2] and new.shape[2] < OBSERVED:
-            new = torch.cat([self.recent, new], dim=2)[:, :, -OBSERVED:]
-        self.recent, self.recent_end = new.clone(), end
+    def remember_queries(self, query: Tensor, end: int, moves: Moves = ()) -> None:
+        """Keep the last queries of the prefill: query `[B, Hq, T, d]` with RoPE, the last at position `end − 1`. moves:
+        of the rows, those of `SparseCache.moves`."""
+        new, count = query.detach(), query.shape[2]
+        if self.recent is not None and self.recent_end == end - count and (count < OBSERVED or moves):
+            new = torch.cat([self.recent, new], dim=2)
+        elif moves:
+            new = new.clone()
+        move(new, moves, count)
+        for row, padding in enumerate(moves):
+            new[row, :, :padding] = 0.0  # no query is like a key, and the moments of queries are those of real ones
+        self.recent, self.recent_end = new[:, :, -OBSERVED:].clone(), end
 
     def crop(self, tokens_to_remove: int) -> None:
         length = self.get_seq_length()
@@ -171,6 +178,10 @@ class SparseCache(Cache):
         """The length at which decoding begins, where that is known; 0: not."""
         self.built: Built | None = None
         """Of a loaded prefix, until its first tokens are others."""
+        self.moves: Moves = ()
+        """Of the pass that runs."""
+        self.moved = False
+        """Whether rows were moved by a pass before: their masks have padding between turns, and the cache has not."""
         self._model: weakref.ref[Any] | None = None
         self._settled: tuple[Any, int] | None = None
 
@@ -185,6 +196,34 @@ class SparseCache(Cache):
     def first(self) -> SparseLayer | None:
         """The first layer with full attention, which stands for all of them."""
         return next((layer for layer in self.layers if isinstance(layer, SparseLayer)), None)
+
+    def masked(self, mask: Tensor | None, new: int, reorders: bool = False) -> tuple[Tensor | None, Tensor | None]:
+        """The mask of the next pass, `[B, N]` of what the cache holds and `new` tokens, with all of a row's padding on
+        its left, and the order `[B, new]` of the pass's tokens if it is another: the pass moves rows whose turn has
+        padding. reorders: another order may be. Raises SparseKVError for other padding, and for no mask of rows that
+        were moved."""
+        held, self.moves = self._length(), ()
+        if mask is None:
+            if self.moved:
+                raise SparseKVError("rows of this cache have padding; give the attention_mask of all tokens so far")
+            return None, None
+        turn = turn_of(mask, held, self.moved) if new > 1 and held else Turn(left_padded(mask) if self.moved else mask)
+        if turn.order is not None and not reorders:
+            raise SparseKVError(PADDED)
+        self.moves = turn.moves
+        if self.moves:
+            self.moved, self.plan, self.built = True, None, None
+            for layer in self.layers:
+                if isinstance(layer, SparseLayer):
+                    layer.state = None
+        return turn.mask, turn.order
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+               ) -> tuple[Tensor, Tensor]:
+        seen = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        for store in seen if self.moves else ():
+            move(store, self.moves, key_states.shape[-2])
+        return seen
 
     def settle(self) -> None:
         """A pass ends here."""
@@ -229,6 +268,7 @@ class SparseCache(Cache):
             else:
                 layer.reset()
         self.rope, self.plan, self._settled, self.built = {}, None, None, None
+        self.moves, self.moved = (), False
 
     def reorder_cache(self, beam_idx: Any) -> None:
         super().reorder_cache(beam_idx)

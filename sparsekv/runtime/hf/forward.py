@@ -13,13 +13,15 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from sparsekv.artifacts.hub.rotary import border_of
 from sparsekv.runtime.hf.attention import check_named
 from sparsekv.runtime.hf.cache import SparseCache
-from sparsekv.runtime.hf.prompts import check_cache_rows, check_left, positions_of
+from sparsekv.runtime.hf.prompts import check_cache_rows, positions_of
 from sparsekv.runtime.hf.supported import check_attentions, check_cache, check_uncompiled
 from sparsekv.runtime.process import NOW, usual_defaults
 from sparsekv.util.errors import SparseKVError
 
 STEP_OPTIONS = frozenset({"input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "return_dict",
-                          "logits_to_keep"})
+                          "logits_to_keep",
+                          # of a prompt's images, of which a step has none
+                          "mm_token_type_ids", "image_grid_thw", "video_grid_thw", "second_per_grid_ts"})
 CHECKPOINTS = ("gradient checkpointing in training drops the cache, and steps would see no text before them; call "
                "model.eval() or model.gradient_checkpointing_disable() before decoding")
 
@@ -100,8 +102,15 @@ def _with_cache(
             check_cache_rows(cache, given.shape[0])
             counters.chunks += given.shape[1] > 1 and cache.get_seq_length() > 0
             mask = kwargs.get("attention_mask")
-            if given.shape[1] > 1 and isinstance(mask, Tensor) and mask.dim() == 2 and cache.get_seq_length():
-                check_left(mask)
+            if mask is None or (isinstance(mask, Tensor) and mask.dim() == 2):
+                # of a pass of `generate`, which wants the last logits, the tokens may have another order
+                positions = kwargs.get("position_ids")
+                mask, order = cache.masked(mask, given.shape[1], NOW.answer is not None and isinstance(
+                    ids, Tensor) and isinstance(positions, Tensor) and positions.shape == ids.shape)
+                kwargs = kwargs if mask is None else kwargs | {"attention_mask": mask}
+                if order is not None and positions is not None:
+                    kwargs = kwargs | {"input_ids": given.gather(1, order),
+                                       "position_ids": positions.gather(1, order)}
     return kwargs
 
 

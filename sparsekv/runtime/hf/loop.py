@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +16,14 @@ from sparsekv.util.errors import SparseKVError
 
 LIKELIEST = 1e-4
 """Up to this temperature the likeliest token is taken: logits divided by less overflow."""
+
+
+class Streamer(Protocol):
+    """Receiver of an answer while it is made, as transformers' TextStreamer: the prompt's ids come first."""
+
+    def put(self, value: Tensor, /) -> None: ...
+
+    def end(self) -> None: ...
 
 
 def decode_loop(

@@ -58,8 +58,14 @@ class Layers:
                 self.first_of_kind[decoder] = kind
         self.fused = Fused(model, self.modules[0])
         self._configs = list({id(m.config): m.config for m in self.modules}.values())
+        self._by_images = [m for m in self.everything if hasattr(m, "rope_deltas")]
         self._before: list[str] | None = None
         """The names of the configurations' attention functions before the pass that runs."""
+
+    @property
+    def counts_positions(self) -> bool:
+        """Whether the next token's position is not the length of the cache, after an image (M-RoPE)."""
+        return any(m.rope_deltas is not None for m in self._by_images)
 
     def run(self, plan: Any) -> Tensor:
         """Logits `[B, 1, V]` of the plan's token. An interrupt at any moment leaves the model unchanged."""

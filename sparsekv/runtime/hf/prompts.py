@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sparsekv.artifacts.checks import brief
 from sparsekv.runtime.hf.cache import SparseCache
+from sparsekv.runtime.hf.turns import PADDED, is_left
 from sparsekv.util.errors import SparseKVError
 
 INTEGERS = (torch.int64, torch.int32)
@@ -37,31 +38,23 @@ def check_ids(ids: Any, vocabulary: int) -> None:
                             "the model's own tokenizer")
 
 
-def check_mask(mask: Any, rows: int, tokens: int, *, ends: bool = False) -> None:
-    """Raises SparseKVError for anything but a mask `[B, tokens]`, 1 for a token and 0 for padding. ends: padding is on
-    the left, and every row ends with a token."""
+def check_mask(mask: Any, rows: int, tokens: int, *, held: int = 0, ends: bool = False) -> None:
+    """Raises SparseKVError for anything but a mask `[B, held + tokens]`, 1 for a token and 0 for padding. ends: every
+    row ends with a token, and without held ones its padding is on the left."""
     _rows("attention_mask", mask)
+    tokens += held
     if list(mask.shape) != [rows, tokens]:
         raise SparseKVError(f"attention_mask is {list(mask.shape)}, expected {[rows, tokens]}: one number for every "
                             "token of every row, those in the cache included")
     if mask.is_complex() or not bool(((mask == 0) | (mask == 1)).all()):
         raise SparseKVError("attention_mask has other numbers than 0 and 1; give 1 for a token and 0 for padding")
-    if ends and mask.numel():
-        check_left(mask)
+    if ends and mask.numel() and not (bool(mask[:, -1].all()) and (held or is_left(mask))):
+        raise SparseKVError(PADDED)
 
 
 def positions_of(mask: Tensor) -> Tensor:
     """Positions of tokens by a mask `[B, tokens]`, int64: a padded row counts from its first real token on."""
     return (mask.long().cumsum(-1) - 1).clamp(min=0)
-
-
-def check_left(mask: Tensor) -> None:
-    """Raises SparseKVError for a mask `[B, tokens]` whose padding is not all on the left of every row."""
-    real = mask.bool()
-    if not bool(real[:, -1].all() & ~(real[:, :-1] & ~real[:, 1:]).any()):
-        raise SparseKVError("sparse decoding needs left padding, found padding after or between real tokens; set "
-                            "tokenizer.padding_side = 'left', and give turns of a batch that differ in length one by "
-                            "one, or the whole texts in a new cache")
 
 
 def check_chunk(size: Any) -> None:

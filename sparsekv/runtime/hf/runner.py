@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from sparsekv.runtime.hf.cache import HostLayer, SparseCache, SparseLayer
 from sparsekv.runtime.hf.model_pass import why_not_planned
 from sparsekv.runtime.hf.offload import HostView, read
 from sparsekv.runtime.hf.sliding import SlidingLayer
+from sparsekv.runtime.hf.turns import PADDED, is_left
 from sparsekv.runtime.plan import Plan, RunOptions
 from sparsekv.runtime.warm import ROWS, Warming, full_token
 from sparsekv.util.errors import SparseKVError, first_line
@@ -57,18 +59,22 @@ class Runner:
         self._mask, self.prefilling, self.whole = None, False, 0
 
     def attention(self, module: Any, cache: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
-                  scale: float, window: int | None, softcap: float | None, sinks: Tensor | None) -> Tensor:
+                  scale: float, window: int | None, softcap: float | None, sinks: Tensor | None,
+                  own: Callable[..., Any] | None = None) -> Tensor:
         """Dense or sparse, of the last tokens of a layer: query `[B, Hq, T, d]`, key, value `[B, Hkv, N, d]` -> as
-        query. sinks `[Hq]`: learned sinks of the layer."""
+        query. sinks `[Hq]`: learned sinks of the layer. own: the model's own attention, of a prompt with spans that see
+        both ways."""
         index = module.layer_idx
         layers = cache.layers if isinstance(cache, SparseCache) else ()
         layer = layers[index] if index < len(layers) else None
         count, past = query.shape[2], key.shape[2] - query.shape[2]
-        if mask is not None and mask.dim() != 2:
+        if mask is not None and mask.dim() != 2 and own is None:
             raise SparseKVError(f"sparsekv reads 2-D attention masks (batch, tokens), found {mask.dim()} dimensions")
 
         def dense() -> Tensor:
             k, v = (read(x, query.device) for x in (key, value))
+            if own is not None:
+                return own(query, k, v)[0].transpose(1, 2)
             return dense_attention(query, k, v, scale=scale, key_mask=mask, window=window, softcap=softcap,
                                    sinks=sinks)
 
@@ -77,8 +83,8 @@ class Runner:
         if softcap is None:
             self.called[index] = AttentionSpec(query.shape[1], query.device, scale, getattr(module, "layer_type", None),
                                                sinks)
-        if not past or self.prefilling or (count > 1 and not self.run.sparse_chunks):
-            layer.remember_queries(query, key.shape[2])
+        if not past or self.prefilling or own is not None or (count > 1 and not self.run.sparse_chunks):
+            layer.remember_queries(query, key.shape[2], cache.moves)
             if query.is_cuda and self.fused is not None:
                 loads = self.fused.loads(query.shape[0])
                 if loads:
@@ -87,7 +93,7 @@ class Runner:
                 self.warming.load(loads, query.device)
             if query.is_cuda and index not in self.decoding.dense_layers and self.decoding.placement != "cpu":
                 self._warm(index, query, key)
-            reader = None if softcap is not None else self.decoding.reader_of(index, query.device)
+            reader = None if softcap is not None or own is not None else self.decoding.reader_of(index, query.device)
             if reader is not None and max(self.whole, key.shape[2]) >= reader.shortest:
                 return self._prefill_sparsely(reader, module, cache, query, key, value, mask, scale, sinks)
             return dense()
@@ -179,6 +185,9 @@ class Runner:
         """Logits `[B, 1, V]` after one more token of every row by a plan of all layers, overwritten by the next step;
         None where there is none. What a user raises in it, a signal handler say, comes out as it was raised; where the
         model cannot be planned at all its layers decode one by one."""
+        if positions is None and attached.layers.counts_positions:
+            self.counters.not_replayed = "the model counts positions by itself, an image's in three dimensions (M-RoPE)"
+            return None
         plan = self.plan(cache, attached, mask)
         if plan is None:
             return None
@@ -260,11 +269,9 @@ class Runner:
         if mask is None:
             return torch.zeros(batch, dtype=torch.long, device=device)
         if self._mask is None or self._mask[0] is not mask:
-            real = mask.bool()
-            if bool((real[:, :-1] & ~real[:, 1:]).any()):
-                raise SparseKVError("sparse decoding needs left padding, found padding after or between real tokens; "
-                                    "set tokenizer.padding_side = 'left'")
-            self._mask = (mask, (~real).sum(-1).to(device))
+            if not is_left(mask):
+                raise SparseKVError(PADDED)
+            self._mask = (mask, (~mask.bool()).sum(-1).to(device))
         return self._mask[1]
 
 

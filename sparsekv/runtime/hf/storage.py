@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sparsekv.core.layer import take_rows
 from sparsekv.core.rope import Layout, RopeTable
+from sparsekv.runtime.hf.turns import Moves, move
 from sparsekv.util.errors import SparseKVError
 
 
@@ -174,17 +175,18 @@ class GrowingRope(RopeTable):
     def tables(self) -> tuple[Tensor, Tensor]:
         return self.cos.view, self.sin.view
 
-    def append(self, cos: Tensor, sin: Tensor, length: int) -> None:
-        """Add the tables of new tokens, once: the first layer of a forward pass that gets here adds them."""
+    def append(self, cos: Tensor, sin: Tensor, length: int, moves: Moves = ()) -> None:
+        """Add the tables of new tokens, once: the first layer of a forward pass that gets here adds them. moves: of the
+        rows, those of `SparseCache.moves`."""
         if self.cos.length != length:
             return
-        batch = cos.shape[0]
+        batch = max(cos.shape[0], len(moves))
         for store, new in ((self.cos, cos), (self.sin, sin)):
             held = store.view.shape[0] if store.length else batch
             if held < batch:
                 store.replace(store.view.expand(batch, -1, -1))
                 store.shared = True
-            store.append(new.expand(max(held, batch), -1, -1).float())
+            move(store.append(new.expand(max(held, batch), -1, -1).float()), moves, new.shape[1])
 
     @property
     def length(self) -> int:

@@ -17,15 +17,19 @@ from sparsekv.runtime.vllm.stock import (
     AttentionType,
     StockBackend,
     StockImpl,
+    check_hook,
     layouts,
     workers,
 )
+from sparsekv.util.errors import SparseKVError
 
 
 class SparseImpl(StockImpl):
     """One layer: the stock attention, and where it may decode sparsely, sparse steps."""
 
     served: ServedLayer | None = None
+    written = False
+    """Whether keys have come to their codes."""
 
     def __init__(
         self, num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None,
@@ -35,6 +39,7 @@ class SparseImpl(StockImpl):
     ) -> None:
         from vllm.config import get_current_vllm_config
 
+        check_hook()
         plan_for(get_current_vllm_config())
         for worker in workers():
             count_in(worker, counted)
@@ -56,6 +61,7 @@ class SparseImpl(StockImpl):
         if self.served is not None and kv_cache.numel():
             count = slot_mapping.shape[0]
             self.served.at(kv_cache).pages.write(key[:count], slot_mapping)
+            self.written = True
 
     def forward(
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Any,
@@ -65,6 +71,9 @@ class SparseImpl(StockImpl):
         if self.served is None or batch is None or (batch.decode is None and not batch.pieces):
             return super().forward(layer, query, key, value, kv_cache, None if batch is None else batch.full, output,
                                    output_scale, output_block_scale)
+        if not self.written:
+            raise SparseKVError(f"keys of layer {self.served.layer_idx} were written past do_kv_cache_update, where "
+                                "their codes are made; serve this model with vLLM's own attention")
         decode, index = batch.decode, self.served.at(kv_cache)
         if decode is not None and batch.tokens is None:
             assert batch.block_table is not None
@@ -85,7 +94,9 @@ class SparseImpl(StockImpl):
 
 
 class SparseBackend(StockBackend):
-    """`--attention-backend CUSTOM`."""
+    """`--attention-backend CUSTOM`. Models may not write keys by themselves (0.33)."""
+
+    supports_kv_cache_update_bypass = False
 
     @staticmethod
     def get_name() -> str:

@@ -1,11 +1,33 @@
-"""What of an engine's configuration is served, and what is refused in one sentence. Reads attributes alone."""
+"""Which versions, configurations and pages of an engine are served, and what is refused in one sentence. Reads
+attributes alone."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import Any
 
 from sparsekv.runtime.vllm.settings import ServedShape
 from sparsekv.util.errors import SparseKVError
+
+OLDEST, NEWEST = (0, 26), (0, 33)
+"""Of vLLM; what differs between them is in `stock`."""
+
+
+def check_version(version: str) -> None:
+    """Refuse a vLLM for whose interfaces sparsekv was not written. version: such as `0.32.0`. Raises SparseKVError."""
+    found = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+    if not OLDEST <= found <= NEWEST:
+        least, most = (".".join(map(str, one)) for one in (OLDEST, NEWEST))
+        raise SparseKVError(f"vLLM {version} is installed; expected {least} to {most}, whose attention interfaces "
+                            "sparsekv knows; install one of them, or unset SPARSEKV_SETTINGS")
+
+
+def check_pages(shape: Sequence[int], heads: int, dim: int, page: int) -> None:
+    """Refuse pages that are not `[blocks, heads, page, 2 * dim]`, keys beside values. Raises SparseKVError."""
+    if len(shape) != 4 or tuple(shape[1:]) != (heads, page, 2 * dim):
+        raise SparseKVError(f"the pages of a layer are {list(shape)}; expected [blocks, {heads}, {page}, {2 * dim}], "
+                            "keys beside values; serve this model with vLLM's own attention")
 
 
 def check_engine(config: Any) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sparsekv.core.rope import RopeTable
 from sparsekv.runtime.break_even import dense_rule
+from sparsekv.runtime.vllm.checks import check_pages
 from sparsekv.runtime.vllm.graphs import TURN, capture_twice
 from sparsekv.runtime.vllm.index import LayerIndex, Room, warm
 from sparsekv.runtime.vllm.paged import DecodeMetadata, Scales, UncodedSlots
@@ -60,13 +61,14 @@ class ServedLayer:
         if self.index is None:
             pool = self.layer.kv_cache
             pool = pool[0] if isinstance(pool, list | tuple) else pool
-            if pool.dim() == 4 and pool.numel():
+            if pool.numel():
                 self.at(pool)
         return self.index
 
     def at(self, pool: Tensor) -> LayerIndex:
         """The index over these pages; another one where the engine has made new pages."""
         if self.index is None or self.pages != (pool.data_ptr(), pool.shape):
+            check_pages(pool.shape, self.impl.num_kv_heads, self.impl.head_size, self.builder.seats.rule.page)
             uncoded = self.builder.make_room(pool, again=self.index is not None)
             self.index = LayerIndex(self.selector, pool, self.builder.room, uncoded, scale=self.impl.scale,
                                     rope=self.builder.rope, maps=self.maps, **self._rounded())
@@ -128,6 +130,9 @@ class SparseBuilder(AttentionMetadataBuilder):
         manager = graph_manager()
         if manager is not None:
             capture_twice(manager, full_graphs())
+        elif device.type == "cuda" and not self.eager:
+            logging.getLogger("vllm.sparsekv").info("this vLLM keeps its full CUDA graphs elsewhere: batches of short "
+                                                    "requests replay graphs with sparse steps")
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
@@ -242,11 +247,15 @@ def lengths_of(common: Any) -> Tensor:
 
 
 def rope_of() -> RopeTable:
-    """The rotary tables of the model that was loaded. Raises SparseKVError where there is not exactly one."""
+    """The rotary tables of the model that was loaded. Raises SparseKVError where there is not exactly one, and
+    where a token's place does not say its row."""
     modules = [m for m in rotary_modules() if getattr(m, "cos_sin_cache", None) is not None]
     if len(modules) != 1:
         raise SparseKVError(f"this model has {len(modules)} rotary tables and the router clusters keys without RoPE; "
                             "expected one table; train the router with --key-space rot")
+    if getattr(modules[0], "mrope_section", None):
+        raise SparseKVError("this model rotates images in three dimensions (M-RoPE) and the router clusters keys "
+                            "without RoPE, which a token's place does not undo; train the router with --key-space rot")
     tables = modules[0].cos_sin_cache.float().chunk(2, dim=-1)
     if modules[0].is_neox_style:
         return RopeTable("half", *(torch.cat([x, x], -1)[None] for x in tables))

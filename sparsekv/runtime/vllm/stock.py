@@ -1,5 +1,5 @@
 """The attention that sparse decoding stands on: FlashAttention on CUDA, and on a CPU, whose own backend keeps keys in a
-layout of its own, attention over the pages in plain torch. What differs between vLLM 0.26 and 0.32 is here."""
+layout of its own, attention over the pages in plain torch. What differs between vLLM 0.26 and 0.33 is here."""
 
 from __future__ import annotations
 
@@ -24,13 +24,21 @@ from sparsekv.runtime.vllm.pages import attend_pages, by_slot, write
 from sparsekv.util.errors import SparseKVError
 
 __all__ = ["AttentionCGSupport", "AttentionMetadataBuilder", "AttentionType", "CommonAttentionMetadata", "StockBackend",
-           "StockBuilder", "StockImpl", "full_graphs", "graph_manager", "layouts", "rotary_modules", "workers"]
+           "StockBuilder", "StockImpl", "check_hook", "full_graphs", "graph_manager", "layouts", "rotary_modules",
+           "workers"]
 
 
 def layouts() -> tuple[Any, ...]:
     """The only layout of the pages that is read, from 0.28 on: layer, block, token, head, content."""
     kinds = getattr(interface, "KVCacheLayout", None)
     return () if kinds is None else (kinds.LBNHC,)
+
+
+def check_hook() -> None:
+    """Refuse an attention that writes keys by itself: no codes would be made of them. Raises SparseKVError."""
+    if getattr(StockBackend, "forward_includes_kv_cache_update", True) or not hasattr(StockImpl, "do_kv_cache_update"):
+        raise SparseKVError(f"{StockBackend.__name__} of this vLLM writes keys in its forward; expected a call of "
+                            "do_kv_cache_update, where their codes are made; serve with vLLM's own attention")
 
 
 def rotary_modules() -> list[Any]:
