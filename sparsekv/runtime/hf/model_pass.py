@@ -64,7 +64,7 @@ class Layers:
 
     @property
     def counts_positions(self) -> bool:
-        """Whether the next token's position is not the length of the cache, after an image (M-RoPE)."""
+        """True where the next token's position is not the length of the cache, after an image (M-RoPE)."""
         return any(m.rope_deltas is not None for m in self._by_images)
 
     def run(self, plan: Any) -> Tensor:
