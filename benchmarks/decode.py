@@ -35,9 +35,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks._phi import random_phi
 from benchmarks._profile import print_kernels
 from benchmarks._rows import RESULTS, add_rows, row
-from sparsekv.artifacts.router import RouterLayer
 from sparsekv.core.estimators import PhiEstimator
-from sparsekv.core.index import Buckets
+from sparsekv.core.index import Buckets, RouterLayer
 from sparsekv.core.layer import LayerView, Queries, Selection
 from sparsekv.core.regions import Regions
 from sparsekv.core.selectors.router import Router
@@ -156,7 +155,7 @@ class Buffers:
         self.budget = (torch.full((batch,), widest, dtype=torch.long, device="cuda"), widest)
         regions = Regions(self.starts, self.tails, length, SINK)
         self.first = regions.mid_first
-        self.view = LayerView(self.k, self.v, regions, DIM**-0.5, heads_q)
+        self.view = LayerView(self.k, self.v, regions=regions, scale=DIM**-0.5, num_query_heads=heads_q)
         self.queries = Queries(self.q[:, :, None], self.lengths)
         self.flat = Queries(torch.zeros_like(self.queries.rot), self.lengths)
 
@@ -193,11 +192,11 @@ class Buffers:
         made = copy.copy(self)
         for name, value in vars(self).items():
             setattr(made, name, double(value))
-        made.view = LayerView(made.k, made.v, self.view.regions, self.view.scale, self.view.num_query_heads)
+        made.view = LayerView(made.k, made.v, **self.view.described())
         made.queries = Queries(made.q[:, :, None], self.lengths)
         maps = self.phi.layer
         made.phi = PhiEstimator(SimpleNamespace(query_map=double(maps.query_map), offset=maps.offset.double()))
-        made.phi.state, made.phi.bias, made.phi.in_place = double(self.phi.state), self.phi.bias.double(), True
+        made.phi.state, made.phi.bias, made.phi.in_kernel = double(self.phi.state), self.phi.bias.double(), True
         made.phi.key_map = double(self.phi.key_map)
         return made
 
@@ -244,7 +243,7 @@ class Buffers:
             state = PhiState(*cache, mean, moments)
             maps, offset = random_maps(self.q.shape[1]), torch.zeros(self.q.shape[1], device="cuda")
             self.phi = PhiEstimator(SimpleNamespace(query_map=maps, offset=offset))  # type: ignore[arg-type]
-            self.phi.state, self.phi.bias, self.phi.in_place = state, of_keys.bias, True
+            self.phi.state, self.phi.bias, self.phi.in_kernel = state, of_keys.bias, True
             self.phi.key_map = KeyMap(of_keys.w_in, of_keys.bias[0], of_keys.w_in, of_keys.w_out, of_keys.b_out)
         return self.phi
 
@@ -509,7 +508,8 @@ def summaries(layers: int = 16) -> None:
             torch.cuda.synchronize()
             began = time.perf_counter()
             for _ in range(layers):
-                estimator.fork().build(LayerView(keys, values, regions, DIM**-0.5, heads_q))
+                estimator.fork().build(LayerView(keys, values, regions=regions, scale=DIM**-0.5,
+                                                 num_query_heads=heads_q))
             torch.cuda.synchronize()
             times.append((time.perf_counter() - began) * 1000 / layers)
         ROWS.append(row(case, "phi_summary", "ms", round(sorted(times[1:])[1], 4), "milliseconds a layer"))

@@ -49,7 +49,8 @@ from sparsekv.evaluation.requests import (
     save_requests,
 )
 from sparsekv.evaluation.scores import score_rows
-from sparsekv.evaluation.tables import lane_b, markdown, table
+from sparsekv.evaluation.tables import lane_b, table
+from sparsekv.util.pages import markdown
 from sparsekv.util.progress import progress
 
 METHODS = ",".join(["full,topk,topk+phi,router,router+phi,sketch,sketch+phi,sketch:fit=fitted,sketch:fit=fitted+phi",

@@ -49,7 +49,8 @@ from sparsekv.evaluation.methods import Method, parse_methods
 from sparsekv.evaluation.requests import Question, load_requests
 from sparsekv.evaluation.rows import origin
 from sparsekv.evaluation.scores import is_mean, score_rows
-from sparsekv.evaluation.tables import every_method, kl_tables, markdown, table
+from sparsekv.evaluation.tables import every_method, kl_tables, table
+from sparsekv.util.pages import markdown
 
 TEXT = "perplexity_"
 WORST = "worst"

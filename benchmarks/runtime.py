@@ -23,9 +23,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks._rows import RESULTS, row, take_over
-from sparsekv.artifacts.router import RouterLayer
 from sparsekv.core.cost import read_shares
 from sparsekv.core.estimators import Estimator
+from sparsekv.core.index import RouterLayer
 from sparsekv.core.layer import LayerView, Queries
 from sparsekv.core.regions import Regions
 from sparsekv.core.selectors import SELECTORS, Selector
@@ -68,8 +68,9 @@ def view_of(layer: Layer, length: int) -> LayerView:
     heads_q = layer.queries.shape[1]
     starts = torch.zeros(1, dtype=torch.long, device=layer.keys.device)
     regions = Regions.at_prefill_end(starts, length - 1, 4, 64).grown(length)
-    return LayerView(layer.keys, layer.values, regions, layer.keys.shape[-1] ** -0.5, heads_q, layer_idx=1,
-                     num_layers=30, recent_queries=layer.recent, recent_end=length - 1)
+    return LayerView(layer.keys, layer.values, regions=regions, scale=layer.keys.shape[-1] ** -0.5,
+                     num_query_heads=heads_q, layer_idx=1, num_layers=30,
+                     recent_queries=layer.recent, recent_end=length - 1)
 
 
 def bench_router(layer: Layer, scores: str = "mlp") -> RouterLayer:
@@ -207,7 +208,7 @@ def step(
     queries = Queries.last(layer.queries[:, :, i % layer.queries.shape[2], None], view.length)
     done = sparse_step(view, queries, selector, estimator)
     if not done.out.is_cuda:
-        read.append(float(read_shares(view, queries, [done.selection], 0.0)[0].mean()))
+        read.append(float(read_shares(view, queries, [done.selection], torch.zeros(1, 1))[0].mean()))
     return done.out
 
 

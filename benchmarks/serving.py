@@ -255,7 +255,7 @@ def run(
 
 def measure(method: str, folder: Path, options: argparse.Namespace) -> None:
     """One engine, in this process: says what it finds, a line a case."""
-    began = time.perf_counter()
+    began, indices = time.perf_counter(), IndexTimes()
     engine = engine_of(options.cases, method, folder, options)
     started = time.perf_counter()
     cases = [CASES[case] for case in options.cases]
@@ -266,9 +266,7 @@ def measure(method: str, folder: Path, options: argparse.Namespace) -> None:
     print(f"{method}: started in {started - began:.0f} s, warm in {time.perf_counter() - started:.0f} s", flush=True)
     for name, case in zip(options.cases, cases, strict=True):
         rows = case.rows
-        clocks = clocks_of(engine) if case.ranks == 1 else []
-        for clock in clocks:
-            clock.clear()  # of the requests before this case
+        indices.clear()  # of the requests before this case
         first, steps, said = run(engine, case.length, rows, options.tokens, 0, vocabulary, options.profile)
         step = statistics.median(steps[-min(LAST, len(steps) // 2):])
         found = {"token_ms": 1e3 * step, "tokens_per_second": rows / step, "first_s": first, "second_s": steps[0]}
@@ -277,8 +275,7 @@ def measure(method: str, folder: Path, options: argparse.Namespace) -> None:
             found["peak_gb"] = max(torch.cuda.max_memory_reserved(), total - free) / 1e9
             if case.ranks == 1:
                 found["beside_gb"] = beside(engine) / 1e9
-        made = index_times(clocks)
-        if made:
+        if made := indices.seconds():
             found["index_s"] = statistics.median(made)
         print(FOUND + json.dumps({"case": name, "found": found, "tokens": said}), flush=True)
 
@@ -294,20 +291,46 @@ def beside(engine: Any) -> int:
     return sum(home.index.nbytes for home in homes_of(engine) if home.index is not None)
 
 
-def clocks_of(engine: Any) -> list[Any]:
-    """How long requests' indices took in the layers of each group of pages; none for another backend."""
-    return list({id(home.builder): home.builder.seats.clock for home in homes_of(engine)}.values())
+class IndexTimes:
+    """How long requests' indices take in an engine of this process, without a wait: on a CUDA device between two
+    events, by group of layers; none for another backend."""
 
+    def __init__(self) -> None:
+        from sparsekv.runtime.vllm import seats
 
-def index_times(clocks: list[Any]) -> list[float]:
-    """How long each request's index took [s], in all groups of layers."""
-    return [sum(times) for times in zip(*(clock.seconds() for clock in clocks), strict=False)]
+        self.groups: dict[int, list[tuple[Any, Any]]] = {}
+        build = seats.build_seat
+
+        def timed(indices: Any, seat: int, slots: torch.Tensor, regions: Any) -> None:
+            began = self.now(slots.device)
+            build(indices, seat, slots, regions)
+            self.groups.setdefault(id(indices[0]), []).append((began, self.now(slots.device)))
+
+        seats.build_seat = timed
+
+    @staticmethod
+    def now(device: torch.device) -> Any:
+        if device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def clear(self) -> None:
+        self.groups.clear()
+
+    def seconds(self) -> list[float]:
+        """Of each request [s], in all groups of layers. Waits for the device."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return [sum(b - a if isinstance(a, float) else a.elapsed_time(b) / 1e3 for a, b in times)
+                for times in zip(*self.groups.values(), strict=False)]
 
 
 def homes_of(engine: Any) -> list[Any]:
     """What the engine's layers that decode sparsely have."""
     layers = engine.llm_engine.vllm_config.compilation_config.static_forward_context.values()
-    return [home for layer in layers if (home := getattr(getattr(layer, "impl", None), "home", None)) is not None]
+    return [home for layer in layers if (home := getattr(getattr(layer, "impl", None), "served", None)) is not None]
 
 
 def main() -> None:

@@ -45,9 +45,8 @@ from benchmarks.serving import (
     FOUND,
     METHODS,
     UNITS,
-    clocks_of,
+    IndexTimes,
     environment,
-    index_times,
     lacks,
     make_engine,
     settings_for,
@@ -88,19 +87,20 @@ def arrivals(traffic: Traffic, rate: float, count: int) -> list[Arrival]:
 
 
 class SparseRows:
-    """Counts, on the device, the rows of decode steps that are sparse, and the steps that have one."""
+    """Counts, on the device, the rows of decode steps that are sparse, and the steps that have one; times indices."""
 
     def __init__(self, method: str):
+        self.indices = IndexTimes()
         self.rows = self.steps = torch.zeros((), dtype=torch.int64)
         if method == "vllm_sparsekv":
-            from sparsekv.runtime.vllm.backend import SparseBuilder
+            from sparsekv.runtime.vllm.metadata import SparseBuilder
 
             build = SparseBuilder.build
 
             def counted(builder: Any, *args: Any, **kwargs: Any) -> Any:
                 found = build(builder, *args, **kwargs)
-                if found.lanes is not None:
-                    sparse = found.lanes.sparse.sum()
+                if found.decode is not None:
+                    sparse = found.decode.sparse.sum()
                     self.rows, self.steps = self.rows.to(sparse.device) + sparse, self.steps.to(sparse.device) + (
                         sparse > 0)
                 return found
@@ -141,9 +141,8 @@ def serve(engine: Any, work: list[Arrival], vocabulary: int, counter: SparseRows
     rows, steps = counter.rows.clone(), counter.steps.clone()
     stamps: dict[str, list[float]] = {str(i): [] for i in range(len(work))}
     due, waiting, decoding, tokens, short_s = list(range(len(work))), 0, 0, 0, 0.0
-    queue, clocks = Queue(engine), clocks_of(engine)
-    for clock in clocks:
-        clock.clear()  # of the rate before
+    queue = Queue(engine)
+    counter.indices.clear()  # of the rate before
     began = time.perf_counter()
     while due or inner.has_unfinished_requests():
         now = time.perf_counter() - began
@@ -172,8 +171,7 @@ def serve(engine: Any, work: list[Arrival], vocabulary: int, counter: SparseRows
     found = {"tokens_per_second": sum(map(len, stamps.values())) / now, "waiting": float(waiting),
              "page_tokens": float(queue.page_tokens), "page_wait_s": short_s,
              "preempted": float(sum(queue.taken_back.values()))}
-    made = index_times(clocks)
-    if made:
+    if made := counter.indices.seconds():
         found["index_s"] = statistics.median(made)
     for name, values, unit in (("between", 1e3 * between, "ms"), ("first", first, "s")):
         for share in (50, 99):

@@ -409,7 +409,7 @@ ONE_CORE = Table(
         Cell("times as fast as full attention", {"metric": "speedup"}, "{:.1f} ×"),
         Cell("read", {"metric": "selectivity"}, "{:.1f} %", scale=100)],
     {"case": "cpu-128k-8b-1core", "method": ("sdpa", "topk", "quest", "lfps")},
-    "One layer of the 8B shape at 128k tokens, random keys, float32, a budget of 2 %.",
+    "One layer of the 8B shape at 128k tokens, random keys, float32, a budget of 2 %, beside other work.",
     words={"sdpa": "full attention (SDPA)", "lfps": "LFPS, α = 0.3"})
 PAPERS = Page(
     "The papers' settings", "What the papers' own settings give here. What each paper prints, and what differs, is on "

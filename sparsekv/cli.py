@@ -3,8 +3,9 @@ function of that stage. No logic lives here."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import importlib
+import importlib.util
 import inspect
 import os
 import signal
@@ -19,6 +20,7 @@ from typer.core import TyperGroup
 
 from sparsekv.util.disk import FAILS, disk_error
 from sparsekv.util.errors import Interrupted, SparseKVError, first_line, printable
+from sparsekv.util.progress import hide, progress
 
 NOTHING = "nothing was finished; run the same command again"
 RESUME = "what is finished is kept; the same command goes on with --resume (without --overwrite)"
@@ -26,13 +28,15 @@ RESUME = "what is finished is kept; the same command goes on with --resume (with
 
 class Command(NamedTuple):
     """Where a command's config and function live; the module is imported when the command is asked for.
-    interrupted: how to go on after Ctrl-C or SIGTERM."""
+    interrupted: how to go on after Ctrl-C or SIGTERM. needs: modules of extras, refused at once where they are not
+    installed."""
 
     help: str
     module: str
     config: str
     run: str
     interrupted: str = NOTHING
+    needs: tuple[str, ...] = ()
 
 
 class StandardOutput:
@@ -46,6 +50,7 @@ class StandardOutput:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
+        hide()
         try:
             return int(self._written(self._stream.write, text) or 0)
         except UnicodeEncodeError:
@@ -73,6 +78,7 @@ class Stopped(BaseException):
         self.signal, self.advice = signal, advice
 
 
+TRAINING = ("lightning", "matplotlib")
 COMMANDS = {
     "capture": Command(
         "Run the frozen model over a corpus and store its queries, keys, values and attention statistics.",
@@ -80,26 +86,23 @@ COMMANDS = {
         "finished documents are kept; the same command goes on (without --overwrite)"),
     "train-router": Command(
         "Train a router on a capture: buckets of keys by k-means, and the basis of their sketches.",
-        "sparsekv.trainers.router", "RouterConfig", "train_router", RESUME),
+        "sparsekv.trainers.router", "RouterConfig", "train_router", RESUME, TRAINING),
     "train-phi": Command(
         "Train positive feature maps on a capture: they estimate the attention that is not read.",
-        "sparsekv.trainers.phi", "PhiConfig", "train_phi", RESUME),
+        "sparsekv.trainers.phi", "PhiConfig", "train_phi", RESUME, TRAINING),
     "train": Command(
         "Capture, router, feature maps and their page in one command, with an estimate before it starts.",
         "sparsekv.trainers.pipeline", "TrainConfig", "run_train",
-        "what is finished is kept; the same command goes on (without --overwrite)"),
+        "what is finished is kept; the same command goes on (without --overwrite)", TRAINING),
     "generate": Command(
         "Generate text from a prompt, decoding sparsely with trained artifacts or an untrained selector.",
         "sparsekv.runtime.hf.generate", "GenerateConfig", "generate"),
     "eval": Command(
         "Measure quality per byte read: tasks, selectors and budgets, with a report.",
-        "sparsekv.evaluation.run", "EvalConfig", "run_eval", RESUME),
+        "sparsekv.evaluation.run", "EvalConfig", "run_eval", RESUME, ("matplotlib",)),
     "eval diagnostics": Command(
         "What every head does on captured held-out text: errors by method, entropy, mass, router recall; figures.",
-        "sparsekv.evaluation.diagnose", "DiagnosticsConfig", "run_diagnostics"),
-    "eval recommend": Command(
-        "The cheapest settings that keep a chosen quality: budgets by layer, completion by head, as a file for attach.",
-        "sparsekv.evaluation.recommend", "RecommendConfig", "run_recommend"),
+        "sparsekv.evaluation.diagnose", "DiagnosticsConfig", "run_diagnostics", needs=("matplotlib",)),
     "push": Command(
         "Push an artifact, or the artifacts of a training, to the Hugging Face hub.",
         "sparsekv.artifacts.hub.push", "PushConfig", "push_artifact"),
@@ -112,7 +115,7 @@ COMMANDS = {
     "demo": Command(
         "Capture, train and decode on a small real model, in minutes on two CPU cores; writes report.html.",
         "sparsekv.evaluation.demo", "DemoConfig", "run_demo",
-        "run the same command with --overwrite to start again"),
+        "run the same command with --overwrite to start again", TRAINING),
 }
 
 
@@ -135,8 +138,16 @@ class LazyGroup(TyperGroup):
         return name, _as_click(name, row.help, _command_function(row)), args[words:]
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        from sparsekv import __version__
+
+        typer.echo(f"sparsekv {__version__}")
+        raise typer.Exit
+
+
 app = typer.Typer(
-    cls=LazyGroup, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    cls=LazyGroup, no_args_is_help=True, pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     help="Train routers and feature maps offline; decode long contexts reading a few percent of the KV cache.",
 )
@@ -145,6 +156,8 @@ app = typer.Typer(
 @app.callback()
 def root(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error (also after a command).")]
+    = False,
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")]
     = False,
 ) -> None:
     pass
@@ -183,6 +196,9 @@ def _command_function(row: Command) -> Callable[..., None]:
             default=default))
 
     def command(**options: Any) -> None:
+        for name in row.needs:
+            if importlib.util.find_spec(name) is None:
+                raise ModuleNotFoundError(name=name)
         try:
             result = getattr(module, row.run)(config_type(**options))
         except Stopped as stopped:
@@ -214,7 +230,8 @@ def main() -> None:
         sys.stdout = StandardOutput(out)
     try:
         try:
-            app()
+            with _shown(sys.argv[1:]):
+                app()
         finally:
             if out is not None:
                 sys.stdout.flush()
@@ -244,6 +261,12 @@ def main() -> None:
         sys.stdout = out
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _shown(words: list[str]) -> contextlib.AbstractContextManager[Any]:
+    """A command moves on standard error from its first second on, whatever it does."""
+    works = words and words[0] in COMMANDS and not {"--help", "--version"} & set(words)
+    return progress(f"sparsekv {words[0]}") if works else contextlib.nullcontext()
 
 
 def _out_of_memory(error: Exception) -> bool:

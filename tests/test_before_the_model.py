@@ -53,11 +53,9 @@ CASES = {
     "train-router": [("no capture store at", "--capture NOTHING --output NEW")],
     "train-phi": [("no capture store at", "--capture NOTHING --output NEW")],
     "eval diagnostics": [("no capture store at", "--capture NOTHING --output NEW")],
-    "eval recommend": [("", "--diagnostics NOTHING --output NEW --max-error 0.1")],
     "inspect": [("nothing at", "NOTHING")],
     "demo": [
         ("no file at", "--corpus NOTHING.txt --output NEW"),
-        ("could not write", "--output NEW --save-results FILE/rows.json"),
         ("something else", "--output FOLDER --overwrite"),
         ("999999 buckets need at least as many keys", "--output NEW --num-buckets 999999"),
     ],

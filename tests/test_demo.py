@@ -14,8 +14,7 @@ from sparsekv.evaluation.figures import error_by_budget
 def made(tmp_path_factory, saved_model):
     root = tmp_path_factory.mktemp("demo")
     return run_demo(DemoConfig(model=str(saved_model), output=root / "out", context_length=256, num_documents=4,
-                               num_heldout=2, num_needles=3, num_buckets=8, phi_steps=2, phi_width=8,
-                               save_results=root / "rows.json"))
+                               num_heldout=2, num_needles=3, num_buckets=8, phi_steps=2, phi_width=8))
 
 
 def test_the_table_says_what_was_read_what_was_found_and_what_it_cost(made) -> None:
@@ -35,9 +34,14 @@ def test_the_report_explains_itself(made) -> None:
     page = made.report.read_text(encoding="utf-8")
     assert made.words in page and made.words in made.summary()
     number = re.search(r"the hidden number is (\d{7})", page)
-    assert number and page.count("<tr>") == 2 * (1 + len(shown())) and page.count("<svg") == 3
-    for words in ("4 windows of 256 tokens of Python&#x27;s language reference and presidents&#x27; addresses",
-                  "2 windows of presidents&#x27; addresses to Congress that were held out", "Full attention reads",
+    assert number and page.count("<tr") == 2 * (1 + len(shown())) and page.count("<svg") == 3
+    last = made.table.splitlines()[-1].strip("| ").replace("'", "&#39;").split(" | ")
+    assert f'<tr class="default"><td>{last[0]} <b>default</b>' in page
+    assert page.index("<dt>Gain") < page.index("<dt>Loss") < page.index("<dt>Setting") < page.index("<table")
+    for words in (f"takes {last[-1]} ms on this machine", f"{last[3]} hidden numbers are", "token_budget=0.01)</dd>"):
+        assert words in page
+    for words in ("4 windows of 256 tokens of Python&#39;s language reference and presidents&#39; addresses",
+                  "2 windows of presidents&#39; addresses to Congress that were held out", "Full attention reads",
                   "was left as it is", "the held-out text surprises", "Down is better"):
         assert words in page
 

@@ -74,7 +74,7 @@ def test_a_kernel_that_fails_is_said(monkeypatch) -> None:
         assert not found.works and found.remedy
 
 
-@pytest.mark.parametrize(("module", "line"), [("matplotlib", "pip install matplotlib"),
+@pytest.mark.parametrize(("module", "line"), [("lightning", "pip install 'sparsekv[train]'"),
                                               ("triton", "pip install 'sparsekv[gpu]'")])
 def test_a_command_that_misses_a_package_says_what_to_install(module, line, cli, monkeypatch) -> None:
     from sparsekv.artifacts import inspection

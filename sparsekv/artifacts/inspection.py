@@ -12,7 +12,8 @@ from sparsekv.util.errors import SparseKVError, printable
 
 @dataclass(frozen=True)
 class InspectConfig:
-    path: str = option(help="Folder of a capture store or an artifact; the path of a store may be any fsspec URL.",
+    path: str = option(help="What `generate` takes as artifacts: a folder, smollm2-135m, or a name on the hub as "
+                            "user/name; or a capture store, whose path may be any fsspec URL.",
                        argument=True, metavar="PATH")
     verify: bool = option(False, help="Also read every shard of a store and compare its checksum.")
     heads: bool = option(False, help="Also print the quality of every head of an artifact.")
@@ -26,21 +27,20 @@ def inspect_path(config: InspectConfig) -> None:
     """Print the description. Raises SparseKVError for anything that is neither, and for a store that fails `verify`."""
     from sparsekv.artifacts.card import heads_best_dense
     from sparsekv.artifacts.format import read_config
+    from sparsekv.artifacts.hub.named import find_folder
     from sparsekv.artifacts.hub.text_quality import read_quality
     from sparsekv.artifacts.phi import PhiArtifact
     from sparsekv.artifacts.router import RouterArtifact
     from sparsekv.capture.store.store import CaptureStore
 
-    path = Path(config.path)
     remote = "://" in str(config.path)
+    path = Path(config.path) if remote or Path(config.path).exists() else find_folder(config.path)
     if all((path / kind / "config.json").is_file() for kind in ("router", "phi")):
         for kind in ("router", "phi"):
             inspect_path(replace(config, path=str(path / kind)))
         if (quality := read_quality(path)) is not None:
             say(f"\n{quality.text()}")
         return
-    if not remote and not path.exists():
-        raise SparseKVError(f"nothing at {str(path)!r}: expected the folder of a capture store or an artifact")
     if remote or not (path / "config.json").is_file():
         store = CaptureStore.open(config.path)
         say(store.summary())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_right
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from sparsekv.artifacts.checks import brief, check_scope, damaged, from_record
 from sparsekv.artifacts.fingerprint import check_fingerprint, model_fingerprint
 from sparsekv.artifacts.format import load_artifact, save_artifact, take
 from sparsekv.artifacts.hub.named import find_artifact
-from sparsekv.artifacts.hub.push import push_object
+from sparsekv.artifacts.hub.push import OnHub
 from sparsekv.core.estimators.phi import phi_tokens
 from sparsekv.kernels import FeatureMapWeights, KeyMap
 from sparsekv.models.feature_map import FeatureMaps
@@ -129,7 +128,7 @@ class PhiLayer(NamedTuple):
         return self._replace(maps=self.maps.map(lambda w: w.to(device)), offsets=self.offsets.to(device))
 
 
-class PhiArtifact:
+class PhiArtifact(OnHub):
     """maps with leading dimensions `[L, Hq]` (queries) and `[L, Hkv]` (keys); shift `[L, S, Hq]` by `read_shares`, gate
     `[L, Hq]`: the completion's mass is multiplied by `gate · exp(shift)`."""
 
@@ -137,17 +136,16 @@ class PhiArtifact:
                  path: Path | None = None):
         self.config, self.maps, self.path = config, maps, path
         self.shift, self.gate = shift, gate
-        self._open: list[list[bool]] = (gate > 0).tolist()
+        self._open: list[bool] = (gate > 0).any(-1).tolist()
         self._row = {layer: row for row, layer in enumerate(config.layers)}
 
-    def layer(self, layer_idx: int, gate: Sequence[float] | None = None) -> PhiLayer | None:
-        """The maps of a model layer, with another `gate`, of `Hq` factors, on top of its own; None where it has no maps
-        or all gates are closed: nothing completes it, at no cost."""
+    def layer(self, layer_idx: int) -> PhiLayer | None:
+        """The maps of a model layer; None where it has none or all gates are closed: nothing completes it, at no
+        cost."""
         row = self._row.get(layer_idx)
-        if row is None or not any(o and g > 0 for o, g in zip(self._open[row], gate or self._open[row], strict=True)):
+        if row is None or not self._open[row]:
             return None
-        own = self.gate[row] if gate is None else self.gate[row] * torch.tensor(gate, device=self.gate.device)
-        return PhiLayer(self.maps.map(lambda w: w[row]), self.shift[row] + own.log(),
+        return PhiLayer(self.maps.map(lambda w: w[row]), self.shift[row] + self.gate[row].log(),
                         tuple(self.config.read_shares), self.config.capped)
 
     @property
@@ -160,12 +158,6 @@ class PhiArtifact:
         """eight_bits: matrices rounded to 8 bits, a quarter of the size."""
         save_artifact(path, asdict(self.config), {**self.maps.named(), "shift": self.shift, "gate": self.gate},
                       eight_bits=eight_bits)
-
-    def push_to_hub(self, name: str, *, private: bool = False, revision: str | None = None,
-                    message: str | None = None, license: str | None = None) -> str:
-        """Push it with its page to the repository `user/name` of the hub, made where there is none; returns the address
-        of the commit. Raises SparseKVError as `sparsekv.artifacts.hub.push.push`."""
-        return push_object(self, name, private=private, revision=revision, message=message, license=license)
 
     @classmethod
     def load(cls, path: str | Path, revision: str | None = None) -> PhiArtifact:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -14,7 +14,8 @@ from sparsekv.artifacts.checks import brief, check_scope, damaged, from_record
 from sparsekv.artifacts.fingerprint import check_fingerprint, model_fingerprint
 from sparsekv.artifacts.format import load_artifact, save_artifact, take
 from sparsekv.artifacts.hub.named import find_artifact
-from sparsekv.artifacts.hub.push import push_object
+from sparsekv.artifacts.hub.push import OnHub
+from sparsekv.core.index import RouterLayer
 from sparsekv.core.sketch import check_sketch
 from sparsekv.kernels import QueryModel, Sketch
 from sparsekv.util.errors import SparseKVError
@@ -45,19 +46,7 @@ class RouterArtifactConfig:
     kind: str = KIND
 
 
-class RouterLayer(NamedTuple):
-    """One layer: centroids `[Hkv, C, d]` unit length; weights None for `mean_key` scores; sketch with codes of
-    `sketch_bytes`, or None."""
-
-    centroids: Tensor
-    weights: QueryModel | None
-    key_space: str
-    scores: str
-    sketch: Sketch | None = None
-    sketch_bytes: int = 0
-
-
-class RouterArtifact:
+class RouterArtifact(OnHub):
     """centroids `[L, Hkv, C, d]`; weights and sketch with leading dimensions `[L, H]`, or None."""
 
     def __init__(self, config: RouterArtifactConfig, centroids: Tensor, weights: QueryModel | None,
@@ -85,8 +74,6 @@ class RouterArtifact:
         if self.sketch is not None:
             tensors |= {f"sketch.{name}": x for name, x in self.sketch._asdict().items()}
         save_artifact(path, asdict(self.config), tensors, eight_bits=eight_bits)
-
-    push_to_hub = push_object
 
     @classmethod
     def load(cls, path: str | Path, revision: str | None = None) -> RouterArtifact:

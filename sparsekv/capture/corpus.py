@@ -20,7 +20,7 @@ from sparsekv.artifacts.hub.network import failed_request, in_time
 from sparsekv.artifacts.hub.shipped import shipped
 from sparsekv.artifacts.hub.spoken import around, as_text, chat_ids, names_special
 from sparsekv.util.errors import SparseKVError, check_choice, first_line
-from sparsekv.util.progress import still
+from sparsekv.util.progress import progress
 
 SPLITS = ("all", "train", "heldout")
 FEW_DOCUMENTS = 10
@@ -229,7 +229,7 @@ def check_corpus(
     """Look for the corpus and read its first text, as `read_documents` would. Raises SparseKVError."""
     check_choice("split", split, SPLITS)
     documents, _ = _documents(corpus, text_column, dataset_options)
-    with still(f"looking for text in {corpus!r}"):
+    with progress(f"looking for text in {corpus!r}"):
         if all(d.empty for d in documents):
             raise _no_text(corpus)
 
@@ -271,7 +271,7 @@ def make_windows(
     tokens: list[int] = []
     owners: list[str] = []
     longest = 0
-    with still("cutting the corpus into windows") as note:
+    with progress("cutting the corpus into windows") as say:
         found, begins = 0, True
         shuffled = _shuffled(documents, seed)
         for document, ids, ends in tokenized(shuffled, tokenizer, "\n\n" if pack else "", chat_template,
@@ -292,7 +292,7 @@ def make_windows(
                 if len(windows) == count:
                     return windows
             tokens = tokens[used:]
-            note.text = f": {len(windows)} of {count}"
+            say(0, f"{len(windows)} of {count}")
             longest = max(longest, found)
             if ends and not tokens:
                 owners = []
@@ -340,16 +340,16 @@ def _local_files(corpus: str) -> list[Path]:
     path = Path(corpus)
     try:
         if path.is_dir():
-            with still(f"looking for texts in {corpus!r}"):
+            with progress(f"looking for texts in {corpus!r}"):
                 return _regular(sorted(_below(path)), corpus)
         if path.exists():
             return _regular([path], corpus)
-        with still(f"looking for texts at {corpus!r}"):
+        with progress(f"looking for texts at {corpus!r}"):
             found = sorted(map(Path, itertools.islice(glob.iglob(corpus, recursive=True), MOST_ENTRIES)))
     except (OSError, ValueError) as error:
         raise SparseKVError(f"no corpus can be at {brief(corpus)} ({first_line(error)})") from error
     found = _regular([f for f in found if not f.is_dir()], corpus)
-    if not found and (path.suffix in SUFFIXES or "*" in corpus or path.is_absolute()):
+    if not found and (path.suffix in SUFFIXES or "*" in corpus or (path.name != corpus and path.parent.is_dir())):
         raise SparseKVError(f"no file at {corpus!r}: expected a .txt, .md, .jsonl or .parquet file, a glob, "
                             "'embedded', 'embedded-prose', or the name of a Hugging Face dataset")
     return found

@@ -17,7 +17,7 @@ POINTS_PER_CENTROID = 512
 
 
 class Moves(NamedTuple):
-    """How trained buckets move to a request: iterations of k-means, and sampled keys per bucket."""
+    """The move of trained buckets to a request: iterations of k-means, and sampled keys per bucket."""
 
     iterations: int
     keys: int
@@ -36,12 +36,18 @@ def spherical_kmeans(
     keys: Tensor, num_buckets: int, *, iterations: int = 10, seed: int = 0,
     advance: Callable[[int], None] | None = None,
 ) -> Tensor:
-    """Spherical k-means, every head on its own: keys `[H, n, d]` -> unit centroids `[H, C, d]`, float32 at least
-    (Saap §4).
+    """Cluster keys by spherical k-means, every head on its own (Saap §4).
 
     Assignment is by largest inner product, the start random keys. At most `POINTS_PER_CENTROID · C` keys a head are
     used; with fewer keys than buckets keys are repeated; a bucket that is left empty restarts at a key served worst.
-    `advance` is called once an iteration.
+
+    Args:
+        keys: `[H, n, d]`.
+        num_buckets: C.
+        advance: called once an iteration.
+
+    Returns:
+        Unit centroids `[H, C, d]`, float32 at least.
     """
     heads, count, dim = keys.shape
     generator = torch.Generator().manual_seed(seed)
@@ -72,11 +78,17 @@ def moved(keys: Tensor, centroids: Tensor, used: Tensor | None = None) -> Tensor
 def fit_buckets(
     keys: Tensor, centroids: Tensor, used: Tensor, some: tuple[Tensor, Tensor] | None = None, moves: Moves = ALONE,
 ) -> tuple[Tensor, Tensor]:
-    """Trained buckets move to a request's keys: iterations of spherical k-means on some of them, evenly spaced.
+    """Move trained buckets to a request's keys: iterations of spherical k-means on some of them (this project's own).
 
-    keys `[H, n, d]`, unit centroids `[H, C, d]`, used `[H, n]` -> unit centroids `[H, C, d]` in the keys' dtype, and
-    the bucket of every key `[H, n]` int32. No bucket is empty while there are keys. some: the keys that are iterated on
-    `[H, m, d]`, and which of them are used `[H, m]`; without it evenly spaced ones. This project's own.
+    Args:
+        keys: `[H, n, d]`.
+        centroids: `[H, C, d]`, of unit length.
+        used: `[H, n]` bool.
+        some: the keys that are iterated on `[H, m, d]`, and which of them are used `[H, m]`; None: evenly spaced ones.
+
+    Returns:
+        Unit centroids `[H, C, d]` in the keys' dtype, and the bucket of every key `[H, n]` int32. No bucket is empty
+        while there are keys.
     """
     centroids = centroids.to(keys.dtype)
     if some is None:
@@ -88,7 +100,7 @@ def fit_buckets(
 
 
 def own_centroids(keys: Tensor, first: Tensor, last: Tensor, number: int) -> Tensor:
-    """Where buckets of a request begin that nothing was trained for: at `number` of its keys, evenly spaced.
+    """Start the buckets of an untrained request at `number` of its keys, evenly spaced.
 
     Args:
         keys: `[B, H, N, d]`.
@@ -100,10 +112,10 @@ def own_centroids(keys: Tensor, first: Tensor, last: Tensor, number: int) -> Ten
     """
     share = (torch.arange(number, device=keys.device) + 0.5) / number
     first, last = first.to(keys.device)[:, None], last.to(keys.device)[:, None]
-    places = (first + (share * (last - first)).long()).clamp(max=max(keys.shape[2] - 1, 0))
+    positions = (first + (share * (last - first)).long()).clamp(max=max(keys.shape[2] - 1, 0))
     if not keys.shape[2]:
         return keys.new_zeros(*keys.shape[:2], number, keys.shape[3])
-    some = keys.gather(2, places[:, None, :, None].expand(-1, keys.shape[1], -1, keys.shape[3]))
+    some = keys.gather(2, positions[:, None, :, None].expand(-1, keys.shape[1], -1, keys.shape[3]))
     return F.normalize(some.to(torch.promote_types(keys.dtype, torch.float32)), dim=-1).to(keys.dtype)
 
 
@@ -165,9 +177,9 @@ def _after_moves(keys: Tensor, centroids: Tensor, nearest: Tensor, taken: Tensor
     # the others stay or join a moved one (heads with fewer of these compare with some that lose, to fill up)
     new = taken.float().topk(int(taken.sum(1).max()), dim=1).indices
     moved = _take(centroids, new)
-    found = assign_buckets(keys[None], moved)[0].long()
-    nearer = _products(keys, moved, found) > _products(keys, centroids, nearest)
-    return torch.where(nearer, new.gather(1, found), nearest)
+    nearest_moved = assign_buckets(keys[None], moved)[0].long()
+    nearer = _products(keys, moved, nearest_moved) > _products(keys, centroids, nearest)
+    return torch.where(nearer, new.gather(1, nearest_moved), nearest)
 
 
 def _products(keys: Tensor, centroids: Tensor, buckets: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The index of a layer's keys: buckets of the mid region and codes of all tokens; built, extended, queried here only.
+"""The index of a layer's keys: buckets of the mid region and codes of all tokens; built and extended here only.
 
 Keys may lie anywhere (`core/layer.py: CacheLayer`): they are asked for by their places in a request, and tokens are
 listed by the numbers that the storage reads them by.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,9 +20,7 @@ from sparsekv.core.regions import Regions
 from sparsekv.core.sketch import code_size, fit_queries, fit_sketch, second_moment
 from sparsekv.kernels import (
     BucketMeans,
-    Candidates,
     QueryModel,
-    RouterScores,
     Sketch,
     assign_buckets,
     bucket_sums,
@@ -30,8 +28,6 @@ from sparsekv.kernels import (
     extend_index,
     half_variance,
     round_means,
-    route_tokens,
-    sketch_tokens,
     square_sums,
 )
 
@@ -41,50 +37,33 @@ FITTED_KEYS = 16_384
 """Keys, evenly spaced, that a basis or the queries' side is fitted to, at most."""
 
 
-class TrainedBuckets(Protocol):
-    """What an artifact has of a layer (`artifacts.router.RouterLayer`): centroids `[Hkv, C, d]` of unit length, a query
-    model or None, whether both see keys without RoPE (`pre`) or with it (`rot`), how buckets are scored by
-    default, and a sketch with codes of `sketch_bytes`, or None. Centroids and sketch may have the batch in front,
-    where every row has its own."""
-
-    @property
-    def centroids(self) -> Tensor: ...
-
-    @property
-    def weights(self) -> QueryModel | None: ...
-
-    @property
-    def key_space(self) -> str: ...
-
-    @property
-    def scores(self) -> str: ...
-
-    @property
-    def sketch(self) -> Sketch | None: ...
-
-    @property
-    def sketch_bytes(self) -> int: ...
-
-
-class Untrained(NamedTuple):
-    """`TrainedBuckets` of a layer that nothing was trained for: buckets begin at the request's own keys, its sketch is
-    fitted to the request. Of centroids `[Hkv, C, d]` and sketch only the shapes count."""
+class RouterLayer(NamedTuple):
+    """The trained router of a layer: centroids `[Hkv, C, d]` of unit length, a query model or None, whether both see
+    keys without RoPE (`pre`) or with it (`rot`), how buckets are scored by default, and a sketch with codes of
+    `sketch_bytes`, or None. Centroids and sketch may have the batch in front, where every row has its own."""
 
     centroids: Tensor
     weights: QueryModel | None
     key_space: str
     scores: str
-    sketch: Sketch
-    sketch_bytes: int
+    sketch: Sketch | None = None
+    sketch_bytes: int = 0
+
+
+class Untrained(RouterLayer):
+    """A layer that nothing was trained for: buckets begin at the request's own keys, its sketch is fitted to the
+    request. Of centroids and sketch only the shapes count."""
+
+    __slots__ = ()
 
     @classmethod
     def of_shape(cls, heads: int, dim: int, device: torch.device) -> Untrained:
-        """Of a layer with so many KV heads, with as many buckets and bytes a code as a training makes by default."""
+        """Make one for a layer with so many KV heads, with as many buckets and bytes a code as a training makes by
+        default."""
         width, wide = code_size(None, None, dim)
         empty = torch.zeros(heads, dim, 2 * width - wide, device=device)
         buckets = torch.zeros(1, dtype=torch.bool, device=device).expand(heads, USUAL_BUCKETS, dim)
-        return cls(buckets, None, "rot", "mean_key",
-                   Sketch(empty, empty[:, 0], empty), width)
+        return cls(buckets, None, "rot", "mean_key", Sketch(empty, empty[:, 0], empty), width)
 
 
 class Buckets(NamedTuple):
@@ -115,38 +94,27 @@ class Buckets(NamedTuple):
         return BucketMeans(self.means, self.steps, scale, self.spread)
 
 
-class Index(NamedTuple):
-    """All that choosing reads of B requests: buckets, and the query model that scores them (None: their means do);
-    codes by number, and their sketch with `queries` by request; budget and pool `[B]` int64, tokens to read and
-    candidates to score, and the largest of each. Without codes buckets choose alone; without buckets every token of the
-    mid region is a candidate, from `first [B]` int64 on."""
+def make_buckets(keys: CacheLayer, trained: RouterLayer, *, by_means: bool, moves: Moves | None) -> Buckets:
+    """Make the buckets of the mid region.
 
-    buckets: Buckets | None
-    weights: QueryModel | None
-    codes: Tensor | None
-    sketch: Sketch | None
-    budget: Tensor
-    pool: Tensor
-    widest: int
-    widest_pool: int
-    first: Tensor | None = None
-
-
-def make_buckets(keys: CacheLayer, trained: TrainedBuckets, *, by_means: bool, moves: Moves | None) -> Buckets:
-    """Buckets of the mid region. by_means: bucket means are the scores; moves: how trained buckets move to these keys,
-    and none stays empty (`core.buckets.fit_buckets`); None: they stay."""
+    Args:
+        keys: the layer.
+        trained: its router.
+        by_means: bucket means are the scores.
+        moves: the move of trained buckets to these keys, after which none is empty (`core.buckets.fit_buckets`); None:
+            they stay.
+    """
     regions, heads = keys.regions, keys.num_kv_heads
     spaced = spaced_by(regions, partial((moves or ALONE).stride, buckets=trained.centroids.shape[-2]))
     end, rows = spaced.end, regions.starts.shape[0]
-    held = _held(keys, trained, 0, end)
+    held, joins = _held(keys, trained, 0, end), regions.mid_mask(0, end)
     if isinstance(trained, Untrained):
         centroids = own_centroids(held, regions.mid_first, regions.mid_last, trained.centroids.shape[1])
     else:
         centroids = trained.centroids.to(held.device).expand(rows, -1, -1, -1)
     if moves is not None:
         # every row has its own buckets: its heads are heads of one long row
-        used, some_used = (x.repeat_interleave(heads, dim=0).to(held.device) for x in (
-            regions.mid_mask(0, end), spaced.used(regions)))
+        used, some_used = (x.repeat_interleave(heads, dim=0) for x in (joins, spaced.used(regions)))
         centroids, bucket = (x.unflatten(0, (rows, heads)) for x in fit_buckets(
             held.flatten(0, 1), centroids.flatten(0, 1), used, (spaced.take(held).flatten(0, 1), some_used), moves))
     else:
@@ -156,35 +124,33 @@ def make_buckets(keys: CacheLayer, trained: TrainedBuckets, *, by_means: bool, m
     if numbers is not None:
         named = numbers.to(order.dtype)[:, None].expand(-1, heads, -1).gather(-1, order.clamp(min=0).long())
         order = torch.where(order < 0, order, named)
-    made = Buckets(centroids, order, offsets)
-    return _summed(made, keys, bucket, regions.mid_first, 0, end) if by_means else made
+    buckets = Buckets(centroids, order, offsets)
+    return _summed(buckets, keys, bucket, joins, 0, end) if by_means else buckets
 
 
-def grow_buckets(buckets: Buckets, keys: CacheLayer, trained: TrainedBuckets, old: Regions) -> Buckets:
-    """The same buckets with the tokens that joined the mid region after `old`."""
-    regions = keys.regions
-    first = torch.maximum(old.mid_last, regions.mid_first)
-    low, end = old.edges[2], regions.edges[3]
-    bucket = assign_buckets(_held(keys, trained, low, end), buckets.centroids)
-    columns = torch.arange(low, end, device=bucket.device)
-    joins = (columns >= first[:, None].to(bucket.device)) & (columns < regions.mid_last[:, None].to(bucket.device))
+def grow_buckets(buckets: Buckets, keys: CacheLayer, trained: RouterLayer, old: Regions) -> Buckets:
+    """Add to the buckets the tokens that joined the mid region after `old`."""
+    low, end = old.edges[2], keys.regions.edges[3]
+    bucket, joins = assign_buckets(_held(keys, trained, low, end), buckets.centroids), keys.regions.mid_mask(
+        low, end, after=old.mid_last)
     numbers = keys.numbers(low, end)
+    columns = torch.arange(low, end, device=bucket.device).expand(bucket.shape[0], -1)
     order, offsets = extend_index(buckets.order, buckets.offsets, torch.where(joins[:, None], bucket, -1),
-                                  columns.expand(bucket.shape[0], -1) if numbers is None else numbers)
+                                  columns if numbers is None else numbers)
     grown = buckets._replace(order=order, offsets=offsets)
-    return grown if buckets.sums is None else _summed(grown, keys, bucket, first, low, end)
+    return grown if buckets.sums is None else _summed(grown, keys, bucket, joins, low, end)
 
 
 def list_whole(buckets: Buckets, view: CacheLayer, rows: Tensor) -> Buckets:
-    """The same with all tokens of the mid region of these rows `[B]` in the first bucket, in order, and the others
-    empty: with as many candidates as tokens they choose as without buckets."""
+    """Put all tokens of the mid region of these rows `[B]` in the first bucket, in order, and the others empty: with as
+    many candidates as tokens they choose as without buckets."""
     order, offsets, regions = buckets.order, buckets.offsets, view.regions
-    places = torch.arange(order.shape[2], device=order.device)
-    first, sizes, rows = (x.to(order.device)[:, None] for x in (regions.mid_first, regions.mid_sizes, rows))
-    listed, numbers = first + places, view.numbers(0, regions.edges[3])
+    ranks = torch.arange(order.shape[2], device=order.device)
+    first, sizes, rows = (x[:, None] for x in (regions.mid_first, regions.mid_sizes, rows))
+    listed, numbers = first + ranks, view.numbers(0, regions.edges[3])
     if numbers is not None and numbers.shape[1]:
         listed = numbers.gather(1, listed.clamp(max=numbers.shape[1] - 1))
-    listed = torch.where(places < sizes, listed, -1).to(order.dtype)
+    listed = torch.where(ranks < sizes, listed, -1).to(order.dtype)
     begins = sizes.to(offsets.dtype) * (torch.arange(offsets.shape[2], device=order.device) > 0)
     return buckets._replace(order=torch.where(rows[..., None], listed[:, None], order),
                             offsets=torch.where(rows[..., None], begins[:, None].to(offsets.dtype), offsets))
@@ -193,23 +159,20 @@ def list_whole(buckets: Buckets, view: CacheLayer, rows: Tensor) -> Buckets:
 def choose_buckets(rows: Tensor, new: Buckets, old: Buckets) -> Buckets:
     """Row-wise select: `new` where `rows [B]`, else `old`."""
     width = max(new.order.shape[2], old.order.shape[2])
-    made: Buckets = choose_rows(rows, *(
+    chosen: Buckets = choose_rows(rows, *(
         x._replace(order=torch.nn.functional.pad(x.order, (0, width - x.order.shape[2]), value=-1))
         for x in (new, old)))
-    return made
+    return chosen
 
 
-def _held(keys: CacheLayer, trained: TrainedBuckets, first: int, last: int) -> Tensor:
+def _held(keys: CacheLayer, trained: RouterLayer, first: int, last: int) -> Tensor:
     """Keys in the space of the buckets."""
     return keys.keys_pre(first, last) if trained.key_space == "pre" else keys.keys_at(first, last)
 
 
-def _summed(buckets: Buckets, keys: CacheLayer, bucket: Tensor, first: Tensor, low: int, end: int) -> Buckets:
-    """The rotated keys of the tokens from `first[b]` on, which lie in bucket `[B, Hkv, end − low]`, added to the sums,
-    and what scores the buckets then."""
-    columns = torch.arange(low, end, device=bucket.device)
-    joins = (columns >= first[:, None].to(bucket.device)) & (
-        columns < keys.regions.mid_last[:, None].to(bucket.device))
+def _summed(buckets: Buckets, keys: CacheLayer, bucket: Tensor, joins: Tensor, low: int, end: int) -> Buckets:
+    """Add the rotated keys of the tokens that join `[B, end − low]`, which lie in bucket `[B, Hkv, end − low]`, to the
+    sums, and make what scores the buckets then."""
     which = bucket, joins[:, None], buckets.centroids.shape[2]
     held = keys.keys_at(low, end)
     sums, squares = bucket_sums(held, *which)[1], square_sums(held, *which)
@@ -221,7 +184,7 @@ def _summed(buckets: Buckets, keys: CacheLayer, bucket: Tensor, first: Tensor, l
 
 
 class Spaced(NamedTuple):
-    """Some keys of every row, evenly spaced from its first token to the end of its mid region: a row's are the same
+    """Sampled keys of every row, evenly spaced from its first token to the end of its mid region: a row's are the same
     whatever is padded before it. Those of all rows lie in one stretch from `low` to `end`, `stride` apart; or they are
     at `places [B, n]`, a row's own `steps [B]` apart, and past its end where it has fewer."""
 
@@ -232,7 +195,7 @@ class Spaced(NamedTuple):
     places: Tensor | None = None
 
     def take(self, x: Tensor) -> Tensor:
-        """Of all keys, or codes, by place `[B, Hkv, N, d]`: `[B, Hkv, n, d]`."""
+        """Sample keys, or codes: `[B, Hkv, N, d]` -> `[B, Hkv, n, d]`."""
         if self.places is None:
             return x[:, :, self.low:self.end:self.stride]
         index = self.places.clamp(max=max(self.end - 1, 0)).to(x.device)
@@ -240,7 +203,7 @@ class Spaced(NamedTuple):
                  torch.arange(x.shape[1], device=x.device)[:, None], index[:, None]]
 
     def used(self, regions: Regions) -> Tensor:
-        """Which of them are in the mid region, `[B, n]`."""
+        """Mark those in the mid region, `[B, n]`."""
         if self.places is None:
             return regions.mid_mask(self.low, self.end)[:, ::self.stride]
         return (self.places >= regions.mid_first[:, None]) & (self.places < regions.mid_last[:, None])
@@ -271,8 +234,17 @@ def fit_stride(tokens: Any) -> Any:
 
 
 def fit_basis(keys: CacheLayer, fixed: Sketch, width: int, *, always: bool = False) -> Sketch | None:
-    """The basis of these requests, from their keys and their prompts' last queries, with codes of the size that the
-    artifact's `fixed` has; None where no such query is known, or, with `always`, one for queries of any direction."""
+    """Fit a sketch to these requests: their keys and their prompts' last queries.
+
+    Args:
+        keys: the layer.
+        fixed: the artifact's sketch, whose size of a code is kept.
+        width: of a code [bytes].
+        always: where no last query is known, fit one for queries of any direction.
+
+    Returns:
+        The sketch, with the batch in front; None where no query is known and `always` is off.
+    """
     moment = recent_moment(keys)
     if moment is None:
         if not always:
@@ -286,13 +258,13 @@ def fit_basis(keys: CacheLayer, fixed: Sketch, width: int, *, always: bool = Fal
 
 
 def fit_side(keys: CacheLayer, fixed: Sketch, codes: Tensor | None) -> Tensor:
-    """What queries multiply the artifact's codes by, fitted to these requests' keys: `[B, Hkv, d, r]`."""
+    """Fit what queries multiply the artifact's codes by to these requests' keys: `[B, Hkv, d, r]`."""
     spaced = spaced_by(keys.regions, fit_stride)
     if spaced.places is None:
         some = keys.codes_at(codes, spaced.low, spaced.end, spaced.stride)
     else:
         some = spaced.take(keys.codes_at(codes, 0, spaced.end, 1))
-    return fit_queries(fixed, some, _some_keys(keys, spaced), spaced.used(keys.regions).to(some.device))
+    return fit_queries(fixed, some, _some_keys(keys, spaced), spaced.used(keys.regions))
 
 
 def _some_keys(keys: CacheLayer, spaced: Spaced) -> Tensor:
@@ -306,38 +278,5 @@ def recent_moment(keys: CacheLayer) -> Tensor | None:
     recent = keys.recent_queries
     if recent is None or not recent.shape[2]:
         return None
-    place = torch.arange(keys.recent_end - recent.shape[2], keys.recent_end, device=recent.device)
-    return second_moment(recent, keys.num_kv_heads, place >= keys.regions.starts[:, None])
-
-
-def chosen_tokens(
-    index: Index, q: Tensor, asking: Tensor, scale: float, *, budget: Tensor, pool: Tensor, seats: Tensor | None = None,
-    first: Tensor | None = None, last: Tensor | None = None,
-) -> Tensor:
-    """The tokens that the budget buys, by number: `[Q, Hkv, widest]` int32 padded with -1.
-
-    q `[Q, Hq, d]` with RoPE, asking: the same in the space of the scores. budget, pool: of every query `[Q]`; with
-    seats `[Q]` int64, the rows of the index that are the queries', of every row of it. first, last `[Q]`: the mid
-    region of every query, where there are no buckets to list it.
-    """
-    buckets = index.buckets
-    if index.codes is None or index.sketch is None:
-        assert buckets is not None
-        return route_tokens(asking, _scores(index, buckets, scale), _order(buckets, q, seats), buckets.offsets, budget,
-                            index.widest, seats)
-    candidates, where = None, {"first": first, "last": last}
-    if buckets is not None:
-        where = {}
-        candidates = Candidates(asking, _scores(index, buckets, scale), _order(buckets, q, seats), buckets.offsets,
-                                pool, index.widest_pool, seats)
-    codes = index.codes if seats is None else index.codes.expand(q.shape[0], -1, -1, -1)
-    return sketch_tokens(q, index.sketch, codes, scale, budget, index.widest, candidates, **where)
-
-
-def _scores(index: Index, buckets: Buckets, scale: float) -> RouterScores:
-    return buckets.scores(scale) if index.weights is None else index.weights
-
-
-def _order(buckets: Buckets, q: Tensor, seats: Tensor | None) -> Tensor:
-    """The lists of the queries' rows; with seats one list for all of them."""
-    return buckets.order if seats is None else buckets.order.expand(q.shape[0], -1, -1)
+    positions = torch.arange(keys.recent_end - recent.shape[2], keys.recent_end, device=recent.device)
+    return second_moment(recent, keys.num_kv_heads, positions >= keys.regions.starts[:, None])

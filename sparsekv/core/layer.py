@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property, partial
 from typing import Any, ClassVar, Self
 
@@ -64,7 +64,8 @@ class Queries:
 
     @cached_property
     def pre(self) -> Tensor:
-        """The same with RoPE removed, `[B, Hq, T, d]`. Raises SparseKVError where the model's rotation is unknown."""
+        """The queries with RoPE removed, `[B, Hq, T, d]`. Raises SparseKVError where the model's rotation is
+        unknown."""
         columns = self.lengths[:self.count] - 1 if self.columns is None else self.columns
         return needed(self.rope).unrotate(self.rot, columns)
 
@@ -126,11 +127,12 @@ class Selection:
         return (self.as_tokens() >= 0).sum(-1)
 
 
+@dataclass(kw_only=True, eq=False)
 class CacheLayer:
     """One layer of a cache: keys and values of B requests, wherever they lie, as selectors, estimators and the step ask
     for them. Tokens `first … last − 1` are places in a row, padding included.
 
-    A storage has the attributes below and implements `shape`, `dtype`, `keys_at`, `values_at` and `gather`. It
+    A storage adds what it keeps them in, and implements `shape`, `dtype`, `keys_at`, `values_at` and `gather`. It
     overrides `attend` (and `anchors`) where it attends by kernels of its own, and `numbers`, `encoded` and `codes_at`
     where it keeps codes beside its keys.
 
@@ -154,8 +156,12 @@ class CacheLayer:
     """Whether kernels read any key where it lies: a completion is then part of `attend`."""
     keeps_codes: ClassVar[bool] = False
     """Whether the storage keeps codes of keys beside them."""
-    side_by_side: int = 1
+    side_by_side: ClassVar[int] = 1
     """Layers of the model whose heads these are."""
+
+    def described(self) -> dict[str, Any]:
+        """The fields that every storage has, by name."""
+        return {f.name: getattr(self, f.name) for f in fields(CacheLayer)}
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -164,7 +170,7 @@ class CacheLayer:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of keys and values as they are given."""
+        """The precision of keys and values as they are given."""
         raise NotImplementedError
 
     def keys_at(self, first: int, last: int, step: int = 1) -> Tensor:
@@ -180,7 +186,7 @@ class CacheLayer:
         raise NotImplementedError
 
     def numbers(self, first: int, last: int) -> Tensor | None:
-        """By which tokens are listed and read, `[B, n]` int; None: by their place."""
+        """Return the numbers by which tokens are listed and read, `[B, n]` int; None: their places."""
         return None
 
     def encoded(self, known: Tensor | None, sketch: Sketch, width: int, last: int) -> Tensor | None:
@@ -211,7 +217,7 @@ class CacheLayer:
 
     @property
     def device(self) -> torch.device:
-        """Where decoding happens."""
+        """The device that decodes."""
         return self.regions.starts.device
 
     @property
@@ -253,7 +259,7 @@ class CacheLayer:
         return tokens.expand(-1, self.num_kv_heads, -1) if tokens.shape[1] == 1 else tokens
 
     def by_head(self, tokens: Tensor) -> Tensor:
-        """All that the lists `[Q, H, K]` of a KV head name, `[Q, Hkv, H / Hkv · K]`; 0 where a list has -1."""
+        """Join the lists `[Q, H, K]` of a KV head, `[Q, Hkv, H / Hkv · K]`; 0 where a list has -1."""
         count, heads, width = tokens.shape
         return tokens.clamp(min=0).reshape(count, self.num_kv_heads, heads // self.num_kv_heads * width)
 
@@ -284,23 +290,13 @@ class CacheLayer:
         return both, both >= 0, weights
 
 
-@dataclass
+@dataclass(eq=False)
 class LayerView(CacheLayer):
     """A layer whose keys and values lie in a tensor each, `[B, Hkv, N, d]`, keys with RoPE; made once and grown with
     its cache."""
 
     keys: Tensor
     values: Tensor
-    regions: Regions
-    scale: float
-    num_query_heads: int
-    layer_idx: int = 0
-    num_layers: int = 1
-    rope: RopeTable | None = None
-    recent_queries: Tensor | None = None
-    recent_end: int = 0
-    completion_tokens: float = 0.0
-    sinks: Tensor | None = None
 
     in_place: ClassVar[bool] = True
 
@@ -343,7 +339,7 @@ class LayerView(CacheLayer):
                              log_weights=selection.log_weights, **given)
 
     def _attend_contiguous(self, queries: Queries, selection: Selection) -> tuple[Tensor, Tensor]:
-        """As `attend`, with the keys that are read, in order, at positions 0, 1, 2, … and the query at the last of them
+        """Attend with the keys that are read, in order, at positions 0, 1, 2, … and the query at the last of them
         (TokenSelect, length extrapolation): no distance exceeds the number of keys read."""
         q, rope = queries.folded, needed(self.rope)
         tokens, used, _ = self._with_anchors(queries, selection)
@@ -368,8 +364,8 @@ def needed(rope: RopeTable | None) -> RopeTable:
 
 
 def mapped(call: Callable[..., Any], *values: Any) -> Any:
-    """What a call makes of the tensors of values alike, in place of those of the first: tensors, or named tuples of
-    tensors and tuples. What is no tensor, None say, is the first's."""
+    """Call a function with the tensors of values of one structure: tensors, or named tuples of tensors and tuples. What
+    is no tensor, None say, is the first's."""
     first = values[0]
     if isinstance(first, tuple):
         return type(first)(*(mapped(call, *parts) for parts in zip(*values, strict=True)))
@@ -410,6 +406,14 @@ class RowState:
         for name in self.row_state:
             setattr(self, name, take_rows(getattr(self, name), index))
 
+    def remake(self, rows: Tensor, names: Sequence[str], make: Callable[[], None]) -> None:
+        """Make the state of these attributes anew in the rows `[B]` alone: rows are independent of the batch."""
+        kept = {name: getattr(self, name) for name in names}
+        make()
+        if not bool(rows.all()):
+            for name, value in kept.items():
+                setattr(self, name, choose_rows(rows, getattr(self, name), value))
+
     def prepare(self, view: Any) -> None:
         """Called before `build` and `extend`."""
 
@@ -417,8 +421,8 @@ class RowState:
         """Prepare for the mid region of `view`, at the end of the prefill."""
 
     def stacks_by(self, view: Any) -> Hashable | None:
-        """What layers have in common that are built at once, as heads of one layer (`core/stacked.py`); None where a
-        layer is built by itself."""
+        """Return what layers have in common that are built at once, as heads of one layer (`core/stacked.py`); None
+        where a layer is built by itself."""
         return None
 
     def of_heads(self, others: Sequence[Any], views: Sequence[CacheLayer]) -> Self:
@@ -426,19 +430,19 @@ class RowState:
         raise NotImplementedError
 
     def take_heads(self, whole: Self, state: dict[str, Any]) -> None:
-        """What `whole`, built of several layers' heads, has of this layer: `state`, its part of `row_state`."""
+        """Take this layer's part of `whole`, built of several layers' heads: `state`, its part of `row_state`."""
         self.__dict__.update(state)
 
 
 def heads_joined(values: Sequence[Any]) -> Any:
-    """Of tensors `[H, ...]` of several layers, or named tuples of tensors and tuples, those of all heads."""
+    """Join the heads of several layers: tensors `[H, ...]`, or named tuples of them."""
     return mapped(lambda *parts: torch.cat(parts), *values)
 
 
 def heads_apart(value: Any, count: int) -> list[Any]:
-    """Of a tensor `[B, count·H, ...]`, or a named tuple of tensors and tuples, the parts `[B, H, ...]` of every layer;
-    what has no heads, `[B]`, is that of every layer. A part that does not begin at a multiple of 16 bytes is copied,
-    since kernels are compiled again for such."""
+    """Split a tensor `[B, count·H, ...]`, or a named tuple of them, into the parts `[B, H, ...]` of every layer; what
+    has no heads, `[B]`, is that of every layer. A part that does not begin at a multiple of 16 bytes is copied, since
+    kernels are compiled again for such."""
     def layers_first(x: Tensor) -> Tensor:
         return x.expand(count, -1) if x.dim() < 2 else x.unflatten(1, (count, -1)).transpose(0, 1).contiguous()
 

@@ -23,22 +23,20 @@ def edges_of(first: Tensor, last: Tensor) -> list[int]:
     return torch.stack([first.min(), first.max(), last.min(), last.max()]).tolist()
 
 
-def blocks(
-    first: Tensor, last: Tensor, edges: list[int] | None = None, low: int | None = None,
-) -> Iterator[tuple[slice, Tensor | None]]:
+def blocks(first: Tensor, last: Tensor, edges: list[int] | None = None) -> Iterator[tuple[slice, Tensor | None]]:
     """Iterate over token blocks that cover every row, at least one, if empty: yields a slice and the mask
-    `[B, 1, n, 1]` of `first[b] <= i < last[b]`, None where all count (`counted`). low: the first token, where it is not
-    the first of any row; edges: `edges_of` first and last, where known."""
+    `[B, 1, n, 1]` of `first[b] <= i < last[b]`, None where all count (`counted`). edges: `edges_of` first and last,
+    where known."""
     edges = edges_of(first, last) if edges is None else edges
-    low, high = edges[0] if low is None else low, edges[3]
+    low, high = edges[0], edges[3]
     size = DEVICE_BLOCK if first.is_cuda else BLOCK  # there a block is a handful of launches, whatever its size
     for a in range(low, high, size) or [low]:
         b = max(a, min(a + size, high))
         if edges[1] <= a and b <= edges[2]:
             yield slice(a, b), None
             continue
-        places = torch.arange(a, b, device=first.device)
-        inside = (places >= first[:, None]) & (places < last[:, None])
+        positions = torch.arange(a, b, device=first.device)
+        inside = (positions >= first[:, None]) & (positions < last[:, None])
         yield slice(a, b), inside[:, None, :, None]
 
 

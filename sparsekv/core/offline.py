@@ -33,8 +33,8 @@ E = TypeVar("E", bound=Estimator | None)
 
 @dataclass(frozen=True)
 class Window:
-    """What a layer (or several, side by side as heads) did on one document: keys, values `[Hkv, N, d]` and queries
-    `[Hq, T, d]`, keys and queries with RoPE, at ascending `positions [T]` that all heads share."""
+    """A layer (or several, side by side as heads) on one document: keys, values `[Hkv, N, d]` and queries `[Hq, T, d]`,
+    keys and queries with RoPE, at ascending `positions [T]` that all heads share."""
 
     keys: Tensor
     values: Tensor
@@ -64,13 +64,14 @@ class Request(NamedTuple):
 
 
 def requests(window: Window, count: int, *, span: int = 64, first: float = 1 / 3) -> Iterator[Request]:
-    """`count` requests of a window: prefills that end at captured positions evenly spaced over those past the share
-    `first`, each followed by the captured queries less than `span` tokens on (at least one; 1: that one alone)."""
+    """Make `count` requests of a window: prefills that end at captured positions evenly spaced over those past the
+    share `first`, each followed by the captured queries less than `span` tokens on (at least one; 1: that one alone).
+    """
     positions = window.positions
     low = int(first * len(positions))
     starts = torch.linspace(low, len(positions) - 1, min(count, len(positions) - low)).long().tolist()
-    for at in starts:
-        yield request(window, int(positions[at]), span)
+    for start in starts:
+        yield request(window, int(positions[start]), span)
 
 
 def request(window: Window, length: int, span: int) -> Request:
@@ -89,8 +90,9 @@ def request(window: Window, length: int, span: int) -> Request:
     before = (window.positions >= length - OBSERVED) & (window.positions < length)
     recent = window.queries[None, :, before if int(before.sum()) == min(OBSERVED, length) else before & False]
     prefill = LayerView(
-        window.keys[None, :, :length], window.values[None, :, :length], regions, window.scale, window.queries.shape[0],
-        window.layer_idx, window.num_layers, window.rope, recent, length)
+        window.keys[None, :, :length], window.values[None, :, :length], regions=regions, scale=window.scale,
+        num_query_heads=window.queries.shape[0], layer_idx=window.layer_idx, num_layers=window.num_layers,
+        rope=window.rope, recent_queries=recent, recent_end=length)
     view = replace(prefill, keys=window.keys[None, :, :end], values=window.values[None, :, :end],
                    regions=regions.grown(end))
     asked = Queries(queries, lengths.to(device), window.rope)
@@ -101,24 +103,24 @@ def scores(view: LayerView, queries: Queries) -> Tensor:
     """`q·k·scale` of one row, -inf where a query cannot see a key: `[T, Hq, N]`, float32 at least."""
     keys = view.keys[0].to(torch.promote_types(view.keys.dtype, torch.float32))
     grouped = queries.rot[0].to(keys.dtype).reshape(keys.shape[0], -1, keys.shape[-1])
-    found = (grouped @ keys.mT).reshape(view.num_query_heads, queries.count, -1) * view.scale
+    logits = (grouped @ keys.mT).reshape(view.num_query_heads, queries.count, -1) * view.scale
     columns = torch.arange(keys.shape[1], device=keys.device)
-    return found.transpose(0, 1).masked_fill((columns >= queries.lengths[:, None])[:, None], NEG_INF)
+    return logits.transpose(0, 1).masked_fill((columns >= queries.lengths[:, None])[:, None], NEG_INF)
 
 
 def dense_step(view: LayerView, queries: Queries) -> tuple[Tensor, Tensor]:
     """Full attention of one row: out `[T, Hq, d]`, lse `[T, Hq]`."""
-    found = scores(view, queries)
-    values = view.values[0].to(found.dtype)
-    weights = found.softmax(-1).unflatten(1, (values.shape[0], -1))
+    logits = scores(view, queries)
+    values = view.values[0].to(logits.dtype)
+    weights = logits.softmax(-1).unflatten(1, (values.shape[0], -1))
     out = torch.einsum("thgn,hnd->thgd", weights, values).flatten(1, 2)
-    return out, found.logsumexp(-1)
+    return out, logits.logsumexp(-1)
 
 
 def mid_scores(request: Request) -> Tensor:
     """`q·k·scale` over the mid region, -inf outside: `[T, Hq, N]`."""
-    found = scores(request.view, request.queries)
-    return found.masked_fill(~request.view.regions.mid_mask(0, found.shape[-1])[0], NEG_INF)
+    logits = scores(request.view, request.queries)
+    return logits.masked_fill(~request.view.regions.mid_mask(0, logits.shape[-1])[0], NEG_INF)
 
 
 def mid_share(request: Request) -> Tensor:
@@ -134,8 +136,8 @@ def mass_read(share: Tensor, selection: Selection) -> Tensor:
 
 
 def best_buckets(request: Request, router: Router, share: Tensor, budget: int | float) -> Selection:
-    """What the router would read at a budget if it knew the attention: its buckets by true mass per token, summed over
-    the group. share: `mid_share` of the request."""
+    """Select what the router would read at a budget if it knew the attention: its buckets by true mass per token,
+    summed over the group. share: `mid_share` of the request."""
     view, index = request.view, router.buckets
     assert index is not None
     counts, order = index.counts, index.order.long()
@@ -164,5 +166,5 @@ def mass_curve(share: Tensor, size: int) -> tuple[list[float], Tensor]:
     region's size -> fractions `x` and `[Hq, POINTS]`."""
     running = share.sort(-1, descending=True).values.cumsum(-1)
     fractions = [math.exp(math.log(1e-3) * (1 - i / (POINTS - 1))) for i in range(POINTS)]
-    places = [max(0, math.ceil(size * f) - 1) for f in fractions]
-    return fractions, running[..., places].mean(0)
+    ranks = [max(0, math.ceil(size * f) - 1) for f in fractions]
+    return fractions, running[..., ranks].mean(0)

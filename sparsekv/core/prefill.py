@@ -21,7 +21,7 @@ MOST_BLOCKS, MOST_BYTES = 128, 1 << 30
 
 @dataclass(frozen=True)
 class SparsePrompts:
-    """How a prompt is read sparsely: 128 queries of a head attend to themselves (causally), to the first 128 tokens and
+    """The options of sparse prompts: 128 queries of a head attend to themselves (causally), to the first 128 tokens and
     to the blocks of 128 tokens that sums over antidiagonals of the scores choose (`kernels/block_attention.py`, by
     XAttention §2.1). All heads of a layer share what they may choose.
 
@@ -53,9 +53,9 @@ class SparsePrompts:
         if begin < first:
             out[:, :, :first - begin] = dense(view, query[:, :, :first - begin], first)
         each = MOST_BYTES // max(1, score_bytes(len(query), query.shape[1], border))
-        for at in range(first, border, step := BLOCK * max(1, min(MOST_BLOCKS, each))):
-            end = min(at + step, border)
-            out[:, :, at - begin:end - begin] = self._blocks(view, query[:, :, at - begin:end - begin], end)
+        for start in range(first, border, step := BLOCK * max(1, min(MOST_BLOCKS, each))):
+            end = min(start + step, border)
+            out[:, :, start - begin:end - begin] = self._blocks(view, query[:, :, start - begin:end - begin], end)
         if border < total:
             out[:, :, border - begin:] = dense(view, query[:, :, border - begin:], total)
         return out
@@ -75,7 +75,7 @@ class SparsePrompts:
         return scores * (EACH + 2) // EACH
 
     def _blocks(self, view: LayerView, q: Tensor, end: int) -> Tensor:
-        """Whole blocks of queries, the last of them before token `end`."""
+        """Attend with whole blocks of queries, the last of them before token `end`."""
         keys, values = view.keys[:, :, :end], view.values[:, :, :end]
         lists = block_lists(block_scores(q, keys, scale=view.scale), self.share, -(-self.least // BLOCK))
         out, lse = block_attention(q, keys, values, lists, scale=view.scale)
@@ -85,7 +85,7 @@ class SparsePrompts:
 
 
 class ReadsChunks(Protocol):
-    """Who reads prompts `chunk` tokens at a time. sink, window: the first tokens, and those before a chunk, that it
+    """A reader of prompts, `chunk` tokens at a time. sink, window: the first tokens, and those before a chunk, that it
     always reads. extrapolate: the keys that are read get contiguous positions (length extrapolation)."""
 
     @property
@@ -118,19 +118,20 @@ def prefill_chunks(view: LayerView, query: Tensor, reader: ReadsChunks) -> Tenso
     starts = padding(view)
     out = torch.empty_like(query)
     behind = begin  # tokens from `behind` to `at` are read densely, together
-    for at in range(begin, total, reader.chunk):
-        end = min(at + reader.chunk, total)
+    for start in range(begin, total, reader.chunk):
+        end = min(start + reader.chunk, total)
         make = Regions.of_equal_rows if starts is None else Regions.at_prefill_end
-        past = replace(view, keys=view.keys[:, :, :at], values=view.values[:, :, :at],
-                       regions=make(view.regions.starts, at, reader.sink, reader.window))
-        q = query[:, :, at - begin:end - begin]
+        past = replace(view, keys=view.keys[:, :, :start], values=view.values[:, :, :start],
+                       regions=make(view.regions.starts, start, reader.sink, reader.window))
+        q = query[:, :, start - begin:end - begin]
         listed = reader.listed(past, q)
         if listed is None:
             continue
-        if behind < at:
-            out[:, :, behind - begin:at - begin] = dense(view, query[:, :, behind - begin:at - begin], at, starts)
+        if behind < start:
+            part = slice(behind - begin, start - begin)
+            out[:, :, part] = dense(view, query[:, :, part], start, starts)
         read = _contiguous if reader.extrapolate else _chunk
-        out[:, :, at - begin:end - begin] = read(past, view, q, end, listed, starts, reader)
+        out[:, :, start - begin:end - begin] = read(past, view, q, end, listed, starts, reader)
         behind = end
     if behind < total:
         out[:, :, behind - begin:] = dense(view, query[:, :, behind - begin:], total, starts)
@@ -138,12 +139,13 @@ def prefill_chunks(view: LayerView, query: Tensor, reader: ReadsChunks) -> Tenso
 
 
 def padding(view: LayerView) -> Tensor | None:
-    """Where rows begin, `[B]`, if one has padding. Waits for the device, unless the regions are known to be equal."""
+    """Return where rows begin, `[B]`, if one has padding. Waits for the device, unless the regions are known to be
+    equal."""
     return view.regions.starts if view.regions.spans[1] > 0 else None
 
 
 def dense(view: LayerView, q: Tensor, end: int, starts: Tensor | None = None) -> Tensor:
-    """All tokens before `end`, of which q are the last; of rows that begin at `starts`."""
+    """Attend to all tokens before `end`, of which q are the last; rows begin at `starts`."""
     mask = None if starts is None else torch.arange(end, device=q.device) >= starts[:, None]
     return dense_attention(q, view.keys[:, :, :end], view.values[:, :, :end], scale=view.scale, key_mask=mask,
                            sinks=view.sinks)

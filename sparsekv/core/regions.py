@@ -21,8 +21,8 @@ AMORTISE_OVER = 256
 
 
 class TailRule(NamedTuple):
-    """When the oldest tokens of a tail join the mid region [tokens]: `window_size` of them stay, and generated ones
-    until there are more than `decode_window`; then all but half of those join."""
+    """The rule by which the oldest tokens of a tail join the mid region [tokens]: `window_size` of them stay, and
+    generated ones until there are more than `decode_window`; then all but half of those join."""
 
     window_size: int
     decode_window: int
@@ -33,7 +33,7 @@ class TailRule(NamedTuple):
         return self.window_size + self.decode_window + 1
 
     def moved_to(self, past: int) -> int:
-        """Where the tail begins once its oldest tokens have joined, of a cache whose first `past` tokens may."""
+        """Return where the tail begins once its oldest tokens have joined, of a cache whose first `past` tokens may."""
         return past - self.window_size - self.decode_window // 2
 
 
@@ -58,12 +58,13 @@ class Regions:
 
     @classmethod
     def of_equal_rows(cls, starts: Tensor, length: int, sink_size: int, window_size: int) -> Regions:
-        """The same of rows without padding, of which `edges` are known without a wait for the device."""
-        made = cls.at_prefill_end(starts, length, sink_size, window_size)
+        """Make those at the end of a prefill without padding, of which `edges` are known without a wait for the
+        device."""
+        regions = cls.at_prefill_end(starts, length, sink_size, window_size)
         last = max(length - window_size, 0)
         first = min(sink_size, last)
-        made.__dict__["edges"], made.__dict__["spans"] = [first, first, last, last], [0, 0, last, last]
-        return made
+        regions.__dict__["edges"], regions.__dict__["spans"] = [first, first, last, last], [0, 0, last, last]
+        return regions
 
     @property
     def sinks(self) -> int:
@@ -95,8 +96,7 @@ class Regions:
 
     @property
     def equal(self) -> tuple[int, int] | None:
-        """Where the mid region of every row begins and ends; None where rows differ. Waits for what `edges` waits
-        for."""
+        """The mid region of every row, first and last + 1; None where rows differ. Waits for what `edges` waits for."""
         first, other, last, end = self.edges
         return (first, last) if first == other and last == end else None
 
@@ -105,33 +105,36 @@ class Regions:
         """Real tokens of every row, `[B]`."""
         return self.length - self.starts
 
-    def mid_mask(self, first: int = 0, last: int | None = None) -> Tensor:
-        """`[B, last − first]`, true inside the mid region; of the whole cache by default."""
+    def mid_mask(self, first: int = 0, last: int | None = None, after: Tensor | None = None) -> Tensor:
+        """`[B, last − first]`, true inside the mid region, and only from `after [B]` on where given; of the whole cache
+        by default."""
         positions = torch.arange(first, self.length if last is None else last, device=self.starts.device)
-        return (positions >= self.mid_first[:, None]) & (positions < self.mid_last[:, None])
+        begin = self.mid_first if after is None else torch.maximum(self.mid_first, after)
+        return (positions >= begin[:, None]) & (positions < self.mid_last[:, None])
 
     def grown(self, length: int) -> Regions:
-        """The same mid region in a longer (or cropped) cache; what is known of it without a wait stays known."""
+        """Keep the mid region in a longer (or cropped) cache; what is known of it without a wait stays known."""
         known: dict[str, Any] = {name: self.__dict__[name] for name in ("edges", "spans") if name in self.__dict__}
-        made = self._once(("length", length), lambda: replace(self, length=length))
-        made.__dict__.update(known)
-        return made
+        regions = self._once(("length", length), lambda: replace(self, length=length))
+        regions.__dict__.update(known)
+        return regions
 
     def moved(self, tail_start: int) -> Regions:
         """Let the mid region grow up to `tail_start`."""
-        made = self._once(("tail", tail_start),
+        regions = self._once(("tail", tail_start),
                           lambda: replace(self, tail_starts=torch.clamp(self.tail_starts, min=tail_start)))
-        made.__dict__["source"] = self  # which lives until the other layers have moved too
-        return made
+        regions.__dict__["source"] = self  # which lives until the other layers have moved too
+        return regions
 
     def _once(self, how: tuple[str, int], make: Callable[[], Regions]) -> Regions:
-        """All layers of a cache have one object, whose borders are read from the device once, while they grow alike."""
+        """Share one object between all layers of a cache, whose borders are read from the device once, while they grow
+        alike."""
         derived: WeakValueDictionary[tuple[str, int], Regions] = self.__dict__.setdefault(
             "derived", WeakValueDictionary())
-        made = derived.get(how)
-        if made is None:
-            derived[how] = made = make()
-        return made
+        regions = derived.get(how)
+        if regions is None:
+            derived[how] = regions = make()
+        return regions
 
     def take_rows(self, index: Tensor) -> Regions:
         """The regions of the chosen rows of the batch."""
@@ -155,12 +158,22 @@ def tokens_of_budget(
     budget: int | float | None, regions: Regions, *, accounting: str = "retrieved", completion_tokens: float = 0.0,
     clamped: bool = True,
 ) -> Tensor:
-    """Mid tokens to retrieve for each row, `[B]` int64, never more than there are unless `clamped` is off (completion
-    paper, appendix D).
+    """Compute the mid tokens to retrieve for each row (completion paper, appendix D).
 
-    `retrieved`: an int as it is, a share `⌈ρN⌉`, on top of the anchors. `worst_case` and `amortised`: the budget (int,
-    or ρN) also pays for the anchors and for the completion's cache, `⌈ρN − |A| − cache⌉`, the cache spread over
-    `AMORTISE_OVER` tokens in the latter. Raises SparseKVError when that leaves less than nothing.
+    Args:
+        budget: tokens (int) or a share ρ of the context (float); None: none.
+        regions: of B rows.
+        accounting: `retrieved`: an int as it is, a share `⌈ρN⌉`, on top of the anchors. `worst_case` and `amortised`:
+            the budget (int, or ρN) also pays for the anchors and for the completion's cache, `⌈ρN − |A| − cache⌉`, the
+            cache spread over `AMORTISE_OVER` tokens in the latter.
+        completion_tokens: size of the completion's cache [tokens].
+        clamped: never more than there are.
+
+    Returns:
+        `[B]` int64 [tokens].
+
+    Raises:
+        SparseKVError: the budget pays for less than nothing.
     """
     context = regions.context
     if budget is None:

@@ -47,7 +47,7 @@ class SelectorRow:
     usual: bool = False
     """Whether `sparsekv eval` and the demo measure it where no methods are named."""
     diagnosed: bool = False
-    """Whether `sparsekv eval diagnostics` takes its steps, by which `eval recommend` can choose it."""
+    """Whether `sparsekv eval diagnostics` takes its steps."""
     served: bool = False
     """Whether the vLLM backend decodes with it."""
     demo_budget: float = 0.01
@@ -58,7 +58,7 @@ class SelectorRow:
 
 @dataclass(frozen=True)
 class EstimatorRow:
-    """What completes a selection: an estimator of what is not read."""
+    """An estimator of what is not read."""
 
     name: str
     kind: str | type[Any]
@@ -125,7 +125,7 @@ def rivals() -> tuple[str, ...]:
 
 
 def served() -> tuple[str, ...]:
-    """What the vLLM backend decodes with."""
+    """List the selectors that the vLLM backend decodes with."""
     return tuple(row.name for row in SELECTOR_ROWS.values() if row.served)
 
 

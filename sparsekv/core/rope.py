@@ -23,7 +23,7 @@ ROUND_TRIP = 1e-4
 
 @dataclass(frozen=True)
 class LayerRope:
-    """How one layer rotates: the layout, and whether the model's table holds every angle once (`repeat`)."""
+    """The rotation of a layer: the layout, and whether the model's table holds every angle once (`repeat`)."""
 
     layout: Layout
     repeat: bool
@@ -39,9 +39,17 @@ class LayerRope:
 
 
 def find_layout(attention: torch.nn.Module, cos: Tensor, sin: Tensor, head_dim: int) -> LayerRope | None:
-    """The layout whose rotation equals the rotary function of the attention's own module, and whose inverse undoes it,
-    on random vectors; None where no layout does. cos, sin `[n, width]` as the model passes them. Nothing is inferred
-    from a name."""
+    """Find the layout whose rotation equals the rotary function of the attention's own module, and whose inverse undoes
+    it, on random vectors. Nothing is inferred from a name.
+
+    Args:
+        attention: an attention module of the model.
+        cos, sin: `[n, width]`, as the model passes them.
+        head_dim: d.
+
+    Returns:
+        How the layer rotates; None where no layout does.
+    """
     apply = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
     if apply is None:
         return None
@@ -92,9 +100,14 @@ class RopeTable:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
-    """Apply RoPE: x `[..., d]` without RoPE, cos and sin `[..., rotary_dim]` broadcastable, full width in `layout`.
+    """Apply RoPE, in float32 at least.
 
-    Computed in float32 at least; returns the dtype of `x`. Channels past `rotary_dim` pass through.
+    Args:
+        x: `[..., d]` without RoPE; channels past `rotary_dim` pass through.
+        cos, sin: `[..., rotary_dim]`, broadcastable, full width in `layout`.
+
+    Returns:
+        As x.
     """
     dtype = torch.promote_types(torch.promote_types(x.dtype, cos.dtype), torch.float32)
     width = cos.shape[-1]

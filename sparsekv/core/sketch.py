@@ -60,11 +60,19 @@ def second_moment(queries: Tensor, heads_kv: int, used: Tensor | None = None) ->
 
 
 def fit_sketch(moment: Tensor, mean: Tensor, covariance: Tensor, width: int, wide: int) -> Sketch:
-    """The sketch of keys with this mean `[..., Hkv, d]` and covariance `[..., Hkv, d, d]` for queries with this second
-    moment `[..., Hkv, d, d]`: codes of `width` bytes, the first `wide` channels in 8 bits, the others in 4.
+    """Fit the sketch of keys to the queries that will meet them (this project's own).
 
     Queries that are all alike, or zero, and keys that are leave a sound basis: directions that nothing is known of
-    count alike. Raises SparseKVError for a code that cannot be.
+    count alike.
+
+    Args:
+        moment: second moment of the queries, `[..., Hkv, d, d]`.
+        mean, covariance: of the keys, `[..., Hkv, d]` and `[..., Hkv, d, d]`.
+        width: of a code [bytes].
+        wide: the first channels, which have 8 bits; the others have 4.
+
+    Raises:
+        SparseKVError: a code that cannot be.
     """
     dim, rank = moment.shape[-1], 2 * width - wide
     check_sketch(width, wide, dim)
@@ -107,9 +115,18 @@ def principal(covariance: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def fit_queries(sketch: Sketch, codes: Tensor, keys: Tensor, used: Tensor) -> Tensor:
-    """The queries' side for codes that are there already, `[B, Hkv, d, r]`: the linear map from codes to keys with the
-    least squared error on these keys, which is the best for every query alike. codes `[B, Hkv, N, w]`, keys
-    `[B, Hkv, N, d]`, used `[B, N]`; the sketch's own where no two keys differ."""
+    """Fit the queries' side to codes that are there: the linear map from codes to keys with the least squared error on
+    these keys, which is the best for every query alike.
+
+    Args:
+        sketch: of the codes; its own side is kept where no two keys differ.
+        codes: `[B, Hkv, N, w]`.
+        keys: `[B, Hkv, N, d]`.
+        used: `[B, N]` bool.
+
+    Returns:
+        `[B, Hkv, d, r]`.
+    """
     kind = torch.promote_types(keys.dtype, torch.float32)
     rank, dim = sketch.rank, keys.shape[-1]
     number = used.sum(-1).clamp(min=1)[:, None, None, None].to(kind)

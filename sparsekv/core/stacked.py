@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsekv.core.layer import CacheLayer, RowState, heads_apart
+from sparsekv.core.layer import CacheLayer, LayerView, RowState, heads_apart
 from sparsekv.kernels import Sketch
 
 STACKED_BYTES = 1 << 30
@@ -18,34 +18,17 @@ SUMMED_BYTES = 1 << 28
 """The same of estimators, for which values are copied too."""
 
 
-class SideBySide(CacheLayer):
+class SideBySide(LayerView):
     """Layers with the same regions, shapes and scale as one layer of all their heads, in that order. Keys are copied
-    once; values a span at a time."""
+    once; values a span at a time, and `values` holds none."""
 
     def __init__(self, layers: Sequence[CacheLayer]):
-        self.layers = layers
-        one, count = layers[0], len(layers)
-        self.side_by_side = count
-        self.regions, self.scale, self.rope = one.regions, one.scale, one.rope
-        self.num_query_heads = count * one.num_query_heads
-        self.layer_idx, self.num_layers = one.layer_idx, one.num_layers
-        self.recent_end, self.completion_tokens = one.recent_end, one.completion_tokens
-        queries = [layer.recent_queries for layer in layers if layer.recent_queries is not None]
-        self.recent_queries = torch.cat(queries, dim=1) if queries else None
-        self.keys = joined((layer.keys_at(0, layer.stored) for layer in layers), count)
-        self.in_place = one.in_place  # type: ignore[misc]
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        rows, heads, stored, dim = self.keys.shape
-        return rows, heads, stored, dim
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.keys.dtype
-
-    def keys_at(self, first: int, last: int, step: int = 1) -> Tensor:
-        return self.keys[:, :, first:last:step]
+        one, queries = layers[0], [layer.recent_queries for layer in layers if layer.recent_queries is not None]
+        keys = joined((layer.keys_at(0, layer.stored) for layer in layers), len(layers))
+        super().__init__(keys, keys[:, :, :0], **{
+            **one.described(), "num_query_heads": len(layers) * one.num_query_heads,
+            "recent_queries": torch.cat(queries, dim=1) if queries else None})
+        self.layers, self.side_by_side, self.in_place = layers, len(layers), one.in_place  # type: ignore[misc]
 
     def values_at(self, first: int, last: int) -> Tensor:
         return joined((layer.values_at(first, last) for layer in self.layers), len(self.layers))
@@ -79,7 +62,7 @@ def build_alike(layers: Sequence[CacheLayer], parts: Sequence[RowState], at_once
 
 
 def alike(layers: Sequence[CacheLayer], parts: Sequence[RowState], at_once: int) -> Iterator[list[int]]:
-    """Which layers are built together: those of one kind, as many as `at_once` bytes of keys."""
+    """Group the layers that are built together: those of one kind, as many as `at_once` bytes of keys."""
     groups: dict[object, list[int]] = {}
     for i, (layer, part) in enumerate(zip(layers, parts, strict=True)):
         kind = part.stacks_by(layer) if len(layers) > 1 else None
@@ -106,7 +89,8 @@ def key_bytes(layer: CacheLayer) -> int:
 
 
 def joined(parts: Iterable[Tensor], count: int) -> Tensor:
-    """So many tensors `[B, H, ...]` as one of all heads; each is made when its place is written, and let go then."""
+    """Copy so many tensors `[B, H, ...]` into one of all heads; each is made when its place is written, and let go
+    then."""
     whole: list[Tensor] = []
     for i, part in enumerate(parts):
         heads = part.shape[1]

@@ -38,11 +38,16 @@ class Parts(NamedTuple):
 
 
 def sparse_step(view: CacheLayer, queries: Queries, selector: Selector, estimator: Estimator | None) -> Step:
-    """A decode step of one layer: exact attention to what is selected and to the anchors, completed with an estimate of
-    the rest, normalised once (completion paper §4.4, §4.5). Waits for no device unless the selector does.
+    """Take a decode step of one layer: exact attention to what is selected and to the anchors, completed with an
+    estimate of the rest, normalised once (completion paper §4.4, §4.5). Waits for no device unless the selector does.
 
-    view: keys and values of the layer, wherever they lie; selector, estimator: built over it, their rows those of the
-    queries, or by seat. Returns out `[B, Hq, T, d]`, lse `[Q, Hq]` and the selection.
+    Args:
+        view: keys and values of the layer, wherever they lie.
+        queries: T of every row.
+        selector, estimator: built over the view, their rows those of the queries, or by seat.
+
+    Returns:
+        out `[B, Hq, T, d]`, lse `[Q, Hq]` and the selection.
     """
     completion = anchored = rest = None
     if estimator is not None and estimator.in_kernel:
@@ -69,7 +74,7 @@ def sparse_step(view: CacheLayer, queries: Queries, selector: Selector, estimato
 
 
 def two_parts(view: CacheLayer, queries: Queries, selector: Selector, estimator: Estimator | None) -> Parts:
-    """The same step, exact part and estimate apart and without learned sinks: what calibration shifts against each
+    """Take the step, exact part and estimate apart and without learned sinks: what calibration shifts against each
     other."""
     selection = selector.select(view, queries)
     out, lse = view.attend(queries, selection)
@@ -78,23 +83,17 @@ def two_parts(view: CacheLayer, queries: Queries, selector: Selector, estimator:
 
 
 class LayerState:
-    """What one layer of a cache keeps while it decodes sparsely: its view, selector and estimator, which were built
-    when decoding began (`build_layers`); grown with the cache, forked and reordered with it."""
+    """The state of a layer of a cache that decodes sparsely: its view, selector and estimator, which were built when
+    decoding began (`build_layers`); grown with the cache, forked and reordered with it."""
 
     def __init__(
-        self, view: CacheLayer, selector: Selector, estimator: Estimator | None, *, window_size: int,
-        decode_window: int, owner: object = None,
+        self, view: CacheLayer, selector: Selector, estimator: Estimator | None, tails: TailRule, owner: object = None,
     ):
         self.owner = owner
         """Who made it: another attachment makes its own."""
-        self.view, self.selector, self.estimator = view, selector, estimator
-        self.tails = TailRule(window_size, decode_window)
+        self.view, self.selector, self.estimator, self.tails = view, selector, estimator, tails
         self._moves: list[tuple[int, Regions]] = [(0, view.regions)]
         """The regions so far, and the length of the cache whose next step gave them; of the rows as they are."""
-
-    def outgrown(self, past: int) -> bool:
-        """Whether tail and decode window of a cache of `past` tokens have outgrown their room."""
-        return past >= self.room
 
     @property
     def room(self) -> int:
@@ -102,7 +101,7 @@ class LayerState:
         return self.view.regions.edges[2] + self.tails.longest
 
     def built(self) -> dict[str, dict[str, Any]] | None:
-        """What `restore` takes; None where the mid region has grown since, or more than that was built."""
+        """Return what `restore` takes; None where the mid region has grown since, or more than that was built."""
         parts = {"selector": self.selector, **({} if self.estimator is None else {"estimator": self.estimator})}
         if len(self._moves) > 1 or self._moves[0][0] or not all(part.restorable for part in parts.values()):
             return None
@@ -110,7 +109,7 @@ class LayerState:
 
     @property
     def replayable(self) -> bool:
-        """Whether a step is the same work on the device every time."""
+        """True where a step is the same work on the device every time."""
         return self.selector.replayable and (self.estimator is None or self.estimator.in_kernel)
 
     def advance(self, past: int, length: int) -> None:
@@ -119,7 +118,7 @@ class LayerState:
         view = self.view
         old = view.regions.grown(past)
         view.regions = view.regions.grown(length)
-        if not self.outgrown(past):
+        if past < self.room:
             return
         view.regions = view.regions.moved(self.tails.moved_to(past))
         grow(view, old, self.selector, self.estimator)
@@ -187,14 +186,14 @@ class LayerState:
 
 
 def build(view: CacheLayer, selector: Selector, estimator: Estimator | None) -> None:
-    """What a prefill ends with: the estimate of the mid region, then the selector's state over it."""
+    """Build the estimate of the mid region at the end of a prefill, then the selector's state over it."""
     build_layers([view], [selector], [estimator])
 
 
 def build_layers(
     views: Sequence[CacheLayer], selectors: Sequence[Selector], estimators: Sequence[Estimator | None],
 ) -> None:
-    """The same of several layers, which are built at once where they are alike (`core/stacked.py`)."""
+    """Build selectors and estimators over several layers, at once where they are alike (`core/stacked.py`)."""
     completed = [(view, e) for view, e in zip(views, estimators, strict=True) if e is not None]
     stacked.build_alike([view for view, _ in completed], [e for _, e in completed], stacked.SUMMED_BYTES)
     for view, one in completed:
@@ -208,7 +207,7 @@ def build_layers(
 def restore(
     view: CacheLayer, selector: Selector, estimator: Estimator | None, states: dict[str, dict[str, Any]],
 ) -> None:
-    """What `build` over the view left, from the `row_state` of both, `selector` and `estimator`."""
+    """Restore what `build` over the view left, from the `row_state` of both, `selector` and `estimator`."""
     if estimator is not None:
         estimator.restore(view, states["estimator"])
         view.completion_tokens = estimator.cost_tokens(view)
@@ -219,7 +218,7 @@ def restore(
 
 
 def grow(view: CacheLayer, old: Regions, selector: Selector, estimator: Estimator | None) -> None:
-    """The mid region has grown from `old` to that of the view: so do state and estimate."""
+    """Take the tokens in that joined the mid region, which was `old`: into the selector's state and the estimate."""
     selector.prepare(view)
     selector.extend(view, old)
     if estimator is not None:

@@ -1,11 +1,7 @@
-"""What all figures share: one colour a method, the axes, labels at the ends of lines, SVG that follows the page.
-
-Text and axes are drawn in `currentColor`, so a page's own colour scheme applies.
-"""
+"""Colours and styles of methods, and their labels at the ends of lines."""
 
 from __future__ import annotations
 
-import io
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,13 +14,6 @@ SERIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8c
 """Colours of lines that are no methods."""
 SHADES = ("#4292c6", "#2b9d8f", "#e08214", "#d6604d")
 """Colours of quarters of the heads, from peaked to diffuse."""
-INK = "#1d1d1e"
-
-
-class Drawing(str):
-    """An SVG whose text takes the colour of the page; `png` is the same on white."""
-
-    png: bytes = b""
 
 
 def look(method: str) -> tuple[str, str, Any]:
@@ -35,40 +24,6 @@ def look(method: str) -> tuple[str, str, Any]:
     style = "-" if selector == FULL else "--" if not completion else "-." if estimator is None else estimator.line
     name = re.sub(r"([,:]) ?\w+=", ", ", label(method))
     return name, GREY if row is None else row.colour, style if plain(method) == method else ":"
-
-
-def canvas(columns: int = 1, rows: int = 1) -> Any:
-    """A figure and its axes."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    plt.rcParams.update({"svg.fonttype": "none", "font.family": "sans-serif", "font.size": 10})
-    figure, axes = plt.subplots(rows, columns, figsize=(7.2, 3.9 if rows == 1 else 2.4 * rows), layout="constrained")
-    for panel in axes.flat if columns * rows > 1 else [axes]:
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.grid(axis="y", color="#8888", linewidth=0.5)
-        panel.tick_params(colors=INK)
-        for part in (*panel.spines.values(), panel.xaxis.label, panel.yaxis.label):
-            part.set_color(INK)
-    return figure, axes
-
-
-def drawn(figure: Any) -> Drawing:
-    """The finished figure; closes it."""
-    import matplotlib.pyplot as plt
-
-    buffer, pixels = io.StringIO(), io.BytesIO()
-    figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-    figure.savefig(pixels, format="png", dpi=160, facecolor="white", metadata={"Software": None})
-    plt.close(figure)
-    text = buffer.getvalue()
-    text = text[text.index("<svg"):].replace(INK, "currentColor")
-    text = re.sub(r"\s*<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    made = Drawing(re.sub(r'width="[\d.]+pt" height="[\d.]+pt"', 'width="100%"', text, count=1))
-    made.png = pixels.getvalue()
-    return made
 
 
 def end_labels(axes: Any, ends: Mapping[str, float], top: float, last: int, least: float = 0.0) -> None:
@@ -94,14 +49,6 @@ def _apart(wanted: Sequence[float], gap: float, top: float) -> list[float]:
     for i in range(len(heights) - 1, -1, -1):
         heights[i] = min(heights[i], top if i == len(heights) - 1 else heights[i + 1] - gap)
     return heights
-
-
-def legend(axes: Any) -> None:
-    """Above the plot, where no line runs through it."""
-    count = len(axes.get_legend_handles_labels()[0])
-    if count:
-        axes.legend(fontsize=8, frameon=False, labelcolor=INK, ncols=min(5, count), loc="lower left",
-                    bbox_to_anchor=(0.0, 1.0), borderaxespad=0.2)
 
 
 def written(value: float, _: int | None = None) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sparsekv.util.config import MOST_STEPS, SEEDS, check_ranges, option
-from sparsekv.util.disk import TEMPORARIES, check_place, only_writer, write_text
+from sparsekv.util.disk import TEMPORARIES, only_writer, write_text
 from sparsekv.util.errors import as_markdown
 from sparsekv.util.output import OutputKind, read_marker
 from sparsekv.util.progress import progress
@@ -42,7 +42,6 @@ class DemoConfig:
     device: str = option("auto", group="Running", help="auto, cpu or cuda.")
     seed: int = option(0, group="Running", help="Seed of every random choice.", **SEEDS)
     overwrite: bool = option(False, group="Running", help="Replace an existing output folder.")
-    save_results: Path | None = option(None, group="Running", help="Also write the table's rows to this JSON file.")
 
 
 class DemoResult(NamedTuple):
@@ -72,8 +71,6 @@ def run_demo(config: DemoConfig) -> DemoResult:
         check_corpus(corpus)
     check_buckets(config.num_buckets, config.context_length * fewest_trained(config.num_documents))
     check_prompts([config.context_length], config.num_needles)
-    if config.save_results is not None:
-        check_place(config.save_results)
     with only_writer(config.output):
         kind = _demo_output()
         out = kind.prepare(config.output, config.overwrite)
@@ -88,16 +85,14 @@ def _run(config: DemoConfig, out: Path) -> DemoResult:
     from sparsekv.capture.run import CaptureConfig, run_capture
     from sparsekv.evaluation.cells import collect
     from sparsekv.evaluation.demo_report import demo_table, in_short, write_demo_report
-    from sparsekv.evaluation.rows import as_text, with_origin
+    from sparsekv.evaluation.rows import as_text, row, with_origin
     from sparsekv.evaluation.scores import score_rows
     from sparsekv.trainers.phi import PhiConfig, train_phi
     from sparsekv.trainers.router import RouterConfig, train_router
 
     started = time.perf_counter()
     write_json(out / MARKER, {k: str(v) for k, v in vars(config).items()})
-    with progress("load model", 1, "models") as advance:
-        model, tokenizer = load_model(config.model, dtype=config.dtype, device=config.device)
-        advance()
+    model, tokenizer = load_model(config.model, dtype=config.dtype, device=config.device)
     shared: dict[str, Any] = {"model": config.model, "context_length": config.context_length, "device": config.device,
                               "seed": config.seed}
     learned, measured = _corpora(config)
@@ -114,15 +109,15 @@ def _run(config: DemoConfig, out: Path) -> DemoResult:
                         batch_size=48, keys_per_step=352, optimizer="adam", lr=3e-3))
     trained = time.perf_counter() - started
 
-    numbers = _decode(config, model, tokenizer, [w.tokens for w in windows], out)
+    numbers, speeds = _decode(config, model, tokenizer, [w.tokens for w in windows], out)
     cells = collect(out)
-    rows = with_origin(score_rows(cells, seed=config.seed))
+    rows = with_origin(score_rows(cells, seed=config.seed) + [
+        row("decode", name, "step", ms, "ms", budget=budget, length=config.context_length)
+        for (name, budget), ms in speeds.items()])
     shown = demo_table(rows, train)
     table = shown.text()
     write_text(out / "table.md", as_markdown(table + "\n"))
-    for path in (out / "results.json", config.save_results):
-        if path is not None:
-            write_text(Path(path), as_text(rows))
+    write_text(out / "results.json", as_text(rows))
     report = write_demo_report(out, rows, cells, numbers, train, model=config.model, heldout_windows=len(windows),
                                corpora=(learned, measured),
                                seconds=(trained, time.perf_counter() - started))
@@ -145,9 +140,11 @@ def _demo_output() -> OutputKind:
                       lambda folder: {"model", "corpus", "phi_steps"} <= set(read_marker(folder / MARKER)))
 
 
-def _decode(config: DemoConfig, model: Any, tokenizer: Any, windows: list[list[int]], out: Path) -> list[str]:
+def _decode(
+    config: DemoConfig, model: Any, tokenizer: Any, windows: list[list[int]], out: Path,
+) -> tuple[list[str], dict[tuple[str, float | None], float]]:
     """Cells of the table's methods on held-out windows of token ids and on needle prompts, and of the figure's other
-    budgets on the first windows. Returns the hidden numbers."""
+    budgets on the first windows. Returns the hidden numbers, and times of a step [ms] by method and budget."""
     from sparsekv.artifacts.phi import PhiArtifact
     from sparsekv.artifacts.router import RouterArtifact
     from sparsekv.core.registry import FULL
@@ -169,4 +166,5 @@ def _decode(config: DemoConfig, model: Any, tokenizer: Any, windows: list[list[i
     with progress("decode", len(first) * len(methods) + len(texts + needles) * len(table), "runs") as advance:
         evaluator.run(methods, advance, some=first)
         evaluator.run(table, advance)
-    return [needle.targets[0] for needle in needles]
+    with progress("time decode steps"):
+        return [needle.targets[0] for needle in needles], evaluator.speeds(table, texts[0])

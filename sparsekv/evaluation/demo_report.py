@@ -17,7 +17,7 @@ BUDGETS = (0.01, 0.02, 0.05)
 """Budgets of the figure; a row of the table has one."""
 WINDOWS_BY_BUDGET = 2
 """Windows that are continued at all of them."""
-COLUMNS = ("what a step reads", "tokens", "bytes", "found", "perplexity", "error")
+COLUMNS = ("what a step reads", "tokens", "bytes", "found", "perplexity", "error", "ms a token")
 CURVE_REQUESTS = 4
 READING = (
     "Every row is the same model with the same prompts. To write one more token a model reads keys and values of the "
@@ -29,7 +29,7 @@ READING = (
     "key, the router the means of its buckets or the sketches. found: a seven-digit number was hidden in the text and "
     "asked for at its end. perplexity: how much the held-out text surprises the model; lower is better, and full "
     "attention's is the reference. error: relative distance of an attention head's output to full attention's; 0 is "
-    "the same.")
+    "the same. ms a token: time of a step on this machine.")
 
 
 def shown() -> list[Method]:
@@ -47,13 +47,27 @@ def demo_table(rows: list[dict[str, Any]], captured: CaptureStore) -> Table:
     known = {(r["method"], r["budget"], r["metric"]): r for r in rows}
     lines = []
     for method in shown():
-        texts, needles, loss = (known.get((method.name, method.budget, metric))
-                                for metric in ("rel_err", "score", "perplexity"))
+        texts, needles, loss, step = (known.get((method.name, method.budget, metric))
+                                      for metric in ("rel_err", "score", "perplexity", "step"))
         lines.append([
             _words(method, captured.config), measured(texts, "{:.1%}", "read"),
             measured(texts, "{:.1%}", "bytes_share"), hits(needles),
-            measured(loss, "{:.2f}"), measured(texts, "{:.3f}")])
-    return Table("What was read, what was found, what it cost", COLUMNS, lines, READING)
+            measured(loss, "{:.2f}"), measured(texts, "{:.3f}"), measured(step, "{:.1f}")])
+    return Table("What was read, what was found, what it cost", COLUMNS, lines, READING, marked=len(lines) - 1)
+
+
+def verdict(table: Table, captured: CaptureStore, folder: Path) -> dict[str, str]:
+    """Gain, loss and setting of the default, the last row of the table, against full attention, the first; each a
+    sentence, by name."""
+    (_, _, _, found, loss, _, step), (_, tokens, size, mine, my_loss, error, my_step) = table.rows[0], table.rows[-1]
+    slower = float(my_step) >= float(step)
+    return {
+        "Gain": f"A step of a sparse layer reads {tokens} of the tokens and {size} of the bytes. After "
+                f"{captured.context_length} tokens it takes {my_step} ms on this machine, with full attention {step} ms"
+                + ("; so short a cache is decoded with full attention by default." if slower else "."),
+        "Loss": f"{mine} hidden numbers are found, by full attention {found}. Perplexity is {my_loss}, full "
+                f"attention's {loss}. The relative error of attention outputs is {error}.",
+        "Setting": f"sparsekv.attach(model, \"{folder}\", token_budget={shown()[-1].budget:g})"}
 
 
 def in_short(table: Table, captured: CaptureStore) -> str:
@@ -98,7 +112,7 @@ def write_demo_report(
                 "How much of its attention outside sink and tail a head gives to its best tokens; heads in quarters, "
                 "from those that look at few tokens to those that look at many. A window of training."),
          Figure("Training", figures.training_curves({"φ": (metrics["step"], metrics["loss"])}),
-                "Loss of the feature maps on the training windows.")])
+                "Loss of the feature maps on the training windows.")], verdict=verdict(table, captured, out))
 
 
 def _answers(cells: list[dict[str, Any]], numbers: list[str], captured: CaptureStore) -> Table:

@@ -58,7 +58,6 @@ def run_diagnostics(config: DiagnosticsConfig) -> DiagnosticsResult:
     from sparsekv.evaluation.diagnostic_figures import diagnostic_figures, diagnostic_tables
     from sparsekv.evaluation.report import write_pngs, write_report
     from sparsekv.evaluation.rows import origin_line
-    from sparsekv.evaluation.tables import markdown
 
     check_ranges(config)
     output = Path(config.output)
@@ -78,7 +77,7 @@ def run_diagnostics(config: DiagnosticsConfig) -> DiagnosticsResult:
         add_task(made, label, other, device)
     made.save(output / FILE)
     (tables, details), figures = diagnostic_tables(made), diagnostic_figures(made)
-    text, more = ("\n\n".join(f"{t.title}\n\n{markdown(t.header, t.rows)}" for t in part) for part in (tables, details))
+    text, more = ("\n\n".join(f"{t.title}\n\n{t.text()}" for t in part) for part in (tables, details))
     write_text(output / "table.md", as_markdown(f"{text}\n\n{more}\n"))
     intro = (f"{made.model['architecture']}, {len(made.layers)} layers; {store.num_documents} windows of "
              f"{made.context_length} tokens of {next(iter(made.tasks))}, {config.requests} requests a window. "

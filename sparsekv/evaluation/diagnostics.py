@@ -8,12 +8,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from sparsekv.artifacts.checks import damaged, from_record, parse_object, reason
 from sparsekv.util.disk import write_text
-from sparsekv.util.errors import SparseKVError
 
 FORMAT, FORMAT_VERSION = "sparsekv-diagnostics", 2
 GAP_EDGES = [round(-8 + 0.5 * i, 1) for i in range(33)]
@@ -63,26 +60,6 @@ class Diagnostics:
         write_text(path, json.dumps(raw) + "\n")
         return path
 
-    @classmethod
-    def load(cls, path: str | Path) -> Diagnostics:
-        """Raises SparseKVError for a file that is missing, damaged, of another kind or version."""
-        path = Path(path)
-        where = f"the diagnostics {str(path)!r}"
-        if not path.is_file():
-            raise SparseKVError(f"no diagnostics at {str(path)!r}; make them with `sparsekv eval diagnostics`")
-        raw = parse_object(path.read_bytes(), where)
-        found = (raw.get("format"), raw.get("format_version"))
-        if found != (FORMAT, FORMAT_VERSION):
-            raise SparseKVError(f"{str(path)!r} has format {found[0]} {found[1]}, this version reads {FORMAT} "
-                                f"{FORMAT_VERSION}; run `sparsekv eval diagnostics` again")
-        try:
-            raw |= {name: {k: _table(v) for k, v in raw[name].items()} for name in TABLES}
-            raw |= {k: None if raw[k] is None else str(path.parent / raw[k]) for k in ("router", "phi")}
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise damaged(where, reason(error)) from error
-        return from_record(cls, raw, where)
-
-
 TABLES = ("errors", "mass", "read", "recall", "completion", "heads", "curves")
 
 
@@ -90,7 +67,3 @@ def _numbers(table: Tensor) -> Any:
     """Nested lists of four digits; NaN is null."""
     return json.loads(json.dumps(table.double().tolist()), parse_float=lambda x: float(f"{float(x):.4g}"),
                       parse_constant=lambda _: None)
-
-
-def _table(value: Any) -> Tensor:
-    return torch.tensor(json.loads(json.dumps(value).replace("null", "NaN")), dtype=torch.float32)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -33,6 +35,8 @@ CPU_BYTES = 4 * 2**30
 UNTRAINED_TOKENS = 256.0
 """Size of an untrained completion where there is no φ whose bytes it could match [tokens]."""
 SPLIT = 4
+TIMED_STEPS = 8
+"""Decode steps that are timed, and as many before them."""
 
 
 class Evaluator:
@@ -105,6 +109,27 @@ class Evaluator:
             del batch
             self.along = None
         return True
+
+    @torch.inference_mode()
+    def speeds(self, methods: Sequence[Method], request: Question) -> dict[tuple[str, float | None], float]:
+        """Time of a decode step after the request's prompt [ms], by name and budget: the median of `TIMED_STEPS`, after
+        as many that warm up."""
+        with attach(self.model, selector="dense") as dense:
+            batch = prefill_batch(dense, [self._prompt(request)], room=2 * TIMED_STEPS + 1)
+        width, found = batch.width, {}
+        for method in methods:
+            part, token, ends = batch.begin(), batch.last, [time.perf_counter()]
+            try:
+                with self._attached(method) as attachment:
+                    for _ in range(2 * TIMED_STEPS):
+                        token = attachment.step(token, part.cache)[:, -1].argmax(-1, keepdim=True)
+                        token.tolist()  # waits for the device
+                        ends.append(time.perf_counter())
+            finally:
+                batch.restore(width)
+            steps = [1000 * (after - before) for before, after in itertools.pairwise(ends)]
+            found[method.name, method.budget] = round(statistics.median(steps[TIMED_STEPS:]), 3)
+        return found
 
     def _reference(self, dense: Attachment, batch: AnswerBatch, requests: list[Question]) -> Reference:
         """Full attention along a text, or along its own greedy answers up to their ends."""

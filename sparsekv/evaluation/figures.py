@@ -7,19 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sparsekv.core.registry import row_of
-from sparsekv.evaluation.canvas import (
-    INK,
-    SERIES,
-    SHADES,
-    Drawing,
-    canvas,
-    drawn,
-    end_labels,
-    legend,
-    look,
-    written,
-)
+from sparsekv.evaluation.canvas import SERIES, SHADES, end_labels, look, written
 from sparsekv.evaluation.methods import percent
+from sparsekv.util.pages import INK, Drawing, canvas, drawn, legend
 
 LABEL = 13
 """Characters of a line of a group's name."""

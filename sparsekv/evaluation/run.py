@@ -231,10 +231,10 @@ def _write_report(output: Path, rows: list[dict[str, Any]]) -> str:
     from sparsekv.evaluation.report import write_pngs, write_report
     from sparsekv.evaluation.result_figures import result_figures
     from sparsekv.evaluation.rows import origin_line
-    from sparsekv.evaluation.tables import markdown, methods_table, report_tables
+    from sparsekv.evaluation.tables import methods_table, report_tables
 
     tables, details = report_tables(rows)
-    text = [f"{t.title}\n\n{markdown(t.header, t.rows)}" for t in (*tables, *details)]
+    text = [f"{t.title}\n\n{t.text()}" for t in (*tables, *details)]
     unscored = sorted({r["task"] for r in rows if r["metric"] == "score" and r["value"] is None
                        and not r.get("infeasible")})
     if unscored:

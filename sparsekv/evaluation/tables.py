@@ -58,11 +58,6 @@ def hits(needles: dict[str, Any] | None) -> str:
     return f"{needles['value'] * needles['samples'] / 100:.0f} of {needles['samples']}"
 
 
-def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """The same as Markdown."""
-    return Table("", header, lines).text()
-
-
 def gains(rows: Sequence[dict[str, Any]], case: str) -> tuple[list[str], list[list[str]]]:
     """What completion adds to a selector, paired by sample: header and lines, `+1.6 ± 1.2`."""
     known = {(r["method"], r["budget"]): r for r in rows if r["case"] == case and r["metric"] == "difference"

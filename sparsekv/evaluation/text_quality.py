@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from sparsekv.artifacts.format import read_config
-from sparsekv.artifacts.hub.text_quality import Setting, TextQuality, checksums
+from sparsekv.artifacts.hub.text_quality import CAPTION, COLUMNS, Setting, TextQuality, checksums
 from sparsekv.artifacts.phi import PhiArtifact
 from sparsekv.artifacts.router import RouterArtifact
 from sparsekv.core.registry import FULL, default_selector
@@ -29,6 +29,7 @@ WINDOWS, TOKENS = 4, 256
 """Windows at most, and the tokens at the end of each that are scored."""
 ORIGIN = ("machine", "commit", "weights", "dtype")
 """What a card says of where it was measured: nothing of a user's folders."""
+PAGE = "report.html"
 LEAST = 512
 """Windows are not made shorter than this where the memory is short [tokens]."""
 
@@ -58,6 +59,7 @@ def measure_text(
                               kl="chunk", **artifacts)
         try:
             evaluator.run(methods, advance)
+            speeds = evaluator.speeds(methods, requests[0])
             break
         except torch.OutOfMemoryError as error:
             length = len(windows[0]) // 2
@@ -72,11 +74,26 @@ def measure_text(
     return TextQuality(corpus, unseen, len(windows[0]), len(windows), requests[0].max_new_tokens,
                        math.exp(statistics.fmean(_of(cells, methods[0], "losses"))),
                        checksums({kind: read_config(folder / kind) for kind in artifacts}),
-                       _settings(cells, methods[1:]),
-                       {k: v for k, v in {**header["origin"], **header}.items() if k in ORIGIN})
+                       _settings(cells, methods[1:], speeds),
+                       {k: v for k, v in {**header["origin"], **header}.items() if k in ORIGIN},
+                       ms_per_token=speeds[FULL, None])
 
 
-def _settings(cells: Sequence[dict[str, Any]], methods: Sequence[Method]) -> list[Setting]:
+def write_page(folder: Path, quality: TextQuality, model: str) -> Path:
+    """`report.html` of a training: what the recommended setting gains and loses, beside the others."""
+    from sparsekv.artifacts.hub.modelcard import local_name
+    from sparsekv.evaluation.report import Figure, Table, write_report
+
+    table = Table("What every setting loses and takes", COLUMNS, quality.lines(), quality.about(),
+                  marked=quality.settings.index(quality.recommended))
+    return write_report(
+        folder / PAGE, f"sparsekv train: {local_name(model)}, reading less", f"{quality.advice()}.", [table],
+        [Figure("Perplexity and next tokens by budget", quality.figure(), CAPTION)], verdict=quality.verdict())
+
+
+def _settings(
+    cells: Sequence[dict[str, Any]], methods: Sequence[Method], speeds: dict[tuple[str, float | None], float],
+) -> list[Setting]:
     rows = {(r["method"], r["budget"], r["metric"]): r for r in score_rows(cells)}
     whole = _of(cells, Method(FULL), "token_losses")
     found = []
@@ -88,7 +105,7 @@ def _settings(cells: Sequence[dict[str, Any]], methods: Sequence[Method]) -> lis
         margin = 1.96 * statistics.stdev(more) / math.sqrt(len(more)) * ratio["value"]
         kl = rows[method.name, method.budget, "kl"]["value"]
         found.append(Setting(method.selector, method.completion, float(method.budget or 0), ratio["value"] - 1, margin,
-                             same["value"] / 100, ratio["bytes_share"], kl))
+                             same["value"] / 100, ratio["bytes_share"], kl, speeds[method.name, method.budget]))
     return found
 
 

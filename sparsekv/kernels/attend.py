@@ -44,8 +44,8 @@ MERGE_WIDTH, MERGE_WARPS = 32, 2
 
 
 class Launch(NamedTuple):
-    """How the split kernel runs: keys at once, warps, programs wanted, and blocks of keys under way at once: with one
-    the next block's places are looked up ahead."""
+    """The launch of the split kernel: keys at once, warps, programs wanted, and blocks of keys under way at once: with
+    one the next block's places are looked up ahead."""
 
     block: int
     warps: int
@@ -81,7 +81,7 @@ class Pages(NamedTuple):
 
 
 class Edges(NamedTuple):
-    """Where the anchors of queries `[Q]` begin and end, as the split kernel takes them."""
+    """The borders of the anchors of queries `[Q]`, as the split kernel takes them."""
 
     starts: Tensor
     tail_starts: Tensor
@@ -99,7 +99,7 @@ class PageArguments(NamedTuple):
 
 
 class Partial(NamedTuple):
-    """What the split kernel writes, by slice, float32: out `[Q, Hq, splits, d]` and lse `[Q, Hq, splits]` of its
+    """The output of the split kernel, by slice, float32: out `[Q, Hq, splits, d]` and lse `[Q, Hq, splits]` of its
     tokens, and with a completion their estimates, taken and taken_mass of the same shapes."""
 
     out: Tensor
@@ -122,14 +122,23 @@ def attend_tokens(
     tail_starts: Tensor, lengths: Tensor, log_weights: Tensor | None = None, completion: CompletionQuery | None = None,
     pages: Pages | None = None, out: Tensor | None = None, anchored: Anchored | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Exact attention over the anchors and a list of tokens; with `completion`, completed by what the features
-    estimate of the mid tokens that are not read, under one normalisation (completion paper §4.4).
+    """Attend exactly to the anchors and to a list of tokens, completed by an estimate of the rest if asked for
+    (completion paper §4.4).
 
-    q `[Q, Hq, d]`; k, v `[B, Hkv, N, d]`; tokens `[Q, H, K]`, H = Hkv (shared by the group), Hq, or 1 (shared by all
-    heads): no token twice, none an anchor. log_weights `[Q, H, K]` is added to the scores of `tokens`. starts,
-    tail_starts, lengths `[Q]`; where all three are equal there are no anchors. With `pages` all tokens are slots.
-    anchored: the anchors, of `attend_anchors` with the same arguments, which takes them over.
-    Returns `(out [Q, Hq, d], lse [Q, Hq])`, the first into `out` where that is given.
+    Args:
+        q: `[Q, Hq, d]`, with RoPE.
+        k, v: `[B, Hkv, N, d]`.
+        tokens: `[Q, H, K]`, H = Hkv (shared by the group), Hq, or 1 (shared by all heads); no token twice, none an
+            anchor.
+        starts, tail_starts, lengths: `[Q]` int64 [tokens]; where all three are equal there are no anchors.
+        log_weights: `[Q, H, K]`, added to the scores of `tokens`.
+        completion: the estimate of the mid tokens; what is read is taken out of it.
+        pages: the cache lies in pages, and all tokens are slots.
+        out: `[Q, Hq, d]`, written in place of a new tensor.
+        anchored: of `attend_anchors` with the same arguments, which is used up.
+
+    Returns:
+        `(out [Q, Hq, d], lse [Q, Hq])`, of all that is read and estimated, normalised once.
     """
     given: dict[str, Any] = {"scale": scale, "starts": starts, "sink_size": sink_size, "tail_starts": tail_starts,
                              "lengths": lengths, "log_weights": log_weights, "completion": completion, "pages": pages,
@@ -189,8 +198,15 @@ def attend_buckets(
     sink_size: int, tail_starts: Tensor, lengths: Tensor, completion: CompletionQuery | None = None,
     anchored: Anchored | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`attend_tokens` over every token of the chosen buckets (Saap §5): buckets `[Q, Hkv, L]`, no bucket twice. On
-    CUDA the kernel reads the index itself, so nothing waits for the host."""
+    """Attend to every token of the chosen buckets (Saap §5), otherwise as `attend_tokens`.
+
+    Args:
+        order, offsets: the index, `[B, Hkv, M]` and `[B, Hkv, C + 1]`.
+        buckets: `[Q, Hkv, L]`, -1 = none, no bucket twice.
+
+    Returns:
+        `(out [Q, Hq, d], lse [Q, Hq])`. On CUDA the kernel reads the index itself: nothing waits for the host.
+    """
     regions: dict[str, Any] = {"scale": scale, "starts": starts, "sink_size": sink_size, "tail_starts": tail_starts,
                                "lengths": lengths, "completion": completion}
     if on_device(q):
@@ -209,9 +225,16 @@ def attend_anchors(
     q: Tensor, k: Tensor, v: Tensor, *, sizes: tuple[int, int] | None, scale: float, starts: Tensor, sink_size: int,
     tail_starts: Tensor, lengths: Tensor,
 ) -> Anchored | None:
-    """The anchors of `attend_tokens`, whose lists a completion joins by a map of keys of these units and features: they
-    need no list, so that they may run beside the selection, and no features. None where `attend_tokens` reads them
-    itself: off the GPU, without a map, and with fewer lists than `ANCHORED_LISTS`."""
+    """Attend to the anchors of an `attend_tokens` that a map of keys will complete. They need no list, so that this
+    may run beside the selection.
+
+    Args:
+        sizes: units and features of the map, None without one; the others as for `attend_tokens`.
+
+    Returns:
+        What `attend_tokens` takes as `anchored`; None where it reads the anchors itself: off the GPU, without a map,
+        and with fewer lists than `ANCHORED_LISTS`.
+    """
     if not on_device(q) or sizes is None or q.shape[0] * k.shape[1] < ANCHORED_LISTS:
         return None
     return launch_anchors(q, k, v, sizes=sizes, scale=scale, starts=starts, sink_size=sink_size,
@@ -221,10 +244,16 @@ def attend_anchors(
 def attend_gathered(
     q: Tensor, keys: Tensor, values: Tensor, used: Tensor, scale: float, log_weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention over rows already gathered: q `[Q, Hq, d]`, keys and values `[Q, H, n, d]` with `H` dividing `Hq`, used
-    `[Q, H, n]` false = padding, log_weights `[Q, H, n]` added to the scores.
+    """Attend to rows that were gathered.
 
-    Returns `(out [Q, Hq, d], lse [Q, Hq])`.
+    Args:
+        q: `[Q, Hq, d]`.
+        keys, values: `[Q, H, n, d]`, `H` dividing `Hq`.
+        used: `[Q, H, n]` bool, false = padding.
+        log_weights: `[Q, H, n]`, added to the scores.
+
+    Returns:
+        `(out [Q, Hq, d], lse [Q, Hq])`.
     """
     count, heads_q, dim = q.shape
     lists, width = keys.shape[1], keys.shape[2]
@@ -246,7 +275,7 @@ def attend_gathered(
 
 
 def merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-    """Combine partial attentions over disjoint sets: outs `[S, ..., d]`, lses `[S, ...]` -> `([..., d], [...])`."""
+    """Merge partial attentions over disjoint sets: outs `[S, ..., d]`, lses `[S, ...]` -> `([..., d], [...])`."""
     lse = torch.logsumexp(lses, dim=0)
     weights = torch.exp(lses - finite(lses.amax(0)))
     mass = weights.sum(0)
@@ -255,8 +284,16 @@ def merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Learned sinks `[H]` (gpt-oss) join the normalisation of a partial attention, out `[..., H, d]`, which is
-    overwritten, and lse `[..., H]`: a logit a query head that has no value."""
+    """Let learned sinks join the normalisation of a partial attention (gpt-oss).
+
+    Args:
+        out: `[..., H, d]`, overwritten.
+        lse: `[..., H]`.
+        sinks: `[H]`, a logit a query head that has no value.
+
+    Returns:
+        `(out, lse)` with the sinks.
+    """
     return out.mul_(torch.sigmoid(lse - sinks)[..., None]), torch.logaddexp(lse, sinks.to(lse.dtype))
 
 
@@ -273,9 +310,9 @@ def _own_maps(completion: CompletionQuery) -> KeyFeatures:
 
 
 def completed_launch(dim: int, units: int, features: int, group: int, size: int, room: int) -> Launch | None:
-    """How the completed kernel runs for numbers of `size` bytes, a map of keys of `units` units and `group` queries a
-    list in `room` bytes of shared memory: with the most keys at once that fit. None where it does not run: the head
-    dimension is above `COMPLETED_DIM`, or 16 keys do not fit."""
+    """Choose the launch of the completed kernel for numbers of `size` bytes, a map of keys of `units` units and `group`
+    queries a list in `room` bytes of shared memory: with the most keys at once that fit. None where it does not run:
+    the head dimension is above `COMPLETED_DIM`, or 16 keys do not fit."""
     if dim > COMPLETED_DIM:
         return None
     less = [COMPLETED._replace(block=block, warps=warps) for block, warps in COMPLETED_LESS]

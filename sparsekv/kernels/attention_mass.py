@@ -22,16 +22,24 @@ STATISTICS = ("lse", "lse_mid", "top1_score", "mass_sink", "mass_tail", "mass_mi
 def query_statistics(
     queries_rot: Tensor, keys_rot: Tensor, positions: Tensor, *, scale: float, sink_size: int, window_size: int,
 ) -> dict[str, Tensor]:
-    """Where the mass of each query lies.
+    """Measure where the attention of each query lies.
 
-    queries_rot `[Hq, T, d]` and keys_rot `[Hkv, N, d]` with RoPE; positions `[T]`, rising: query t attends to the keys
-    `0..position`. The sink is the first `sink_size` keys, the tail the last `window_size` up to and including the
-    query's own position, the mid region what lies between. Returns, each `[Hq, T]`:
+    Args:
+        queries_rot: `[Hq, T, d]` with RoPE.
+        keys_rot: `[Hkv, N, d]` with RoPE.
+        positions: `[T]`, rising: query t attends to the keys `0..position`.
+        sink_size, window_size: the first keys, and the last up to and including the query's own position [tokens]; the
+            mid region lies between.
 
-    - `lse`, `lse_mid`: log-sum-exp of the scores over all visible keys and over the mid region (−inf if empty) [nats];
-    - `mass_sink`, `mass_tail`, `mass_mid`: shares of the attention, summing to one (a key in both counts as sink);
-    - `top1_position` (int32), `top1_score`: the best key outside the sink, and its scaled score (−1 and −inf if none);
-    - `entropy_mid`: entropy of the attention within the mid region over `log |mid|`, in 0..1.
+    Returns:
+        Each `[Hq, T]`:
+
+        - `lse`, `lse_mid`: log-sum-exp of the scores over all visible keys and over the mid region (−inf if empty)
+          [nats];
+        - `mass_sink`, `mass_tail`, `mass_mid`: shares of the attention, summing to one (a key in both counts as sink);
+        - `top1_position` (int32), `top1_score`: the best key outside the sink, and its scaled score (−1 and −inf if
+          none);
+        - `entropy_mid`: entropy of the attention within the mid region over `log |mid|`, in 0..1.
     """
     launch = launch_statistics if on_device(queries_rot) else query_statistics_reference
     return launch(queries_rot, keys_rot, positions, scale=scale, sink_size=sink_size, window_size=window_size)

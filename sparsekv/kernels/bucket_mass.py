@@ -23,10 +23,16 @@ def bucket_mass(
     queries: Tensor, keys: Tensor, bucket: Tensor, positions: Tensor, num_buckets: int, *, scale: float, sink_size: int,
     window_size: int, dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """queries `[Hq, T, d]`, keys `[Hkv, N, d]`, both with RoPE; bucket `[Hkv, N]` in `0..C-1`; positions `[Hq, T]` of
-    the last key a query sees -> `[Hq, T, C]` in `dtype`: the share of the mid region's attention in every bucket.
+    """Sum the attention of the mid region by bucket.
 
-    Mid keys of a query at p: `sink_size <= i <= p - window_size`. A query without any gets zeros.
+    Args:
+        queries: `[Hq, T, d]` with RoPE.
+        keys: `[Hkv, N, d]` with RoPE.
+        bucket: `[Hkv, N]` in `0..C-1`.
+        positions: `[Hq, T]`, the last key a query sees; its mid keys are `sink_size <= i <= p - window_size`.
+
+    Returns:
+        `[Hq, T, C]` in `dtype`, shares that sum to one; zeros for a query without mid keys.
     """
     heads_q, count, _ = queries.shape
     fast = on_device(queries)

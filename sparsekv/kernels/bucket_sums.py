@@ -14,13 +14,21 @@ TWIN_KEYS = 8192
 
 
 def bucket_sums(x: Tensor, bucket: Tensor, used: Tensor | None, num_buckets: int) -> tuple[Tensor, Tensor]:
-    """Count and sum of what falls into every bucket: x `[B, H, n, w]`, bucket `[B, H, n]`, used (broadcastable to it;
-    what is not used counts nowhere) -> `[B, H, C]` and `[B, H, C, w]`, float32 at least."""
+    """Count and sum what falls into every bucket.
+
+    Args:
+        x: `[B, H, n, w]`.
+        bucket: `[B, H, n]`.
+        used: bool, broadcastable to `bucket`; what is not used counts nowhere. None: all count.
+
+    Returns:
+        Counts `[B, H, C]` and sums `[B, H, C, w]`, float32 at least.
+    """
     return (launch_bucket_sums if on_device(x) else bucket_sums_reference)(x, bucket, used, num_buckets)
 
 
 def square_sums(x: Tensor, bucket: Tensor, used: Tensor | None, num_buckets: int) -> Tensor:
-    """Sums of the squared lengths of what falls into every bucket, `[B, H, C]`; arguments as for `bucket_sums`."""
+    """Sum the squared lengths of what falls into every bucket: arguments of `bucket_sums` -> `[B, H, C]`."""
     lengths = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=acc_dtype(x))
     return bucket_sums(lengths.square_(), bucket, used, num_buckets)[1][..., 0]
 
@@ -52,8 +60,17 @@ def launch_bucket_sums(x: Tensor, bucket: Tensor, used: Tensor | None, num_bucke
 
 
 def against_bucket(x: Tensor, table: Tensor, bucket: Tensor, *, apart: bool) -> Tensor:
-    """Every row's inner product with its bucket's row of the table or, `apart`, its distance from it: x `[B, H, n, w]`,
-    table `[B, H, C, w]`, bucket `[B, H, n]` -> `[B, H, n]`, float32 at least."""
+    """Compare every row with its bucket's row of a table.
+
+    Args:
+        x: `[B, H, n, w]`.
+        table: `[B, H, C, w]`.
+        bucket: `[B, H, n]`.
+        apart: their distance in place of the inner product.
+
+    Returns:
+        `[B, H, n]`, float32 at least.
+    """
     return (launch_against if on_device(x) else against_bucket_reference)(x, table, bucket, apart=apart)
 
 

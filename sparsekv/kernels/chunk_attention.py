@@ -22,12 +22,17 @@ def chunk_attention(
     q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, *, scale: float, sink: int, window: int,
     starts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """q `[B, Hq, c, d]` are the queries of a chunk, the last of the tokens k, v `[B, Hkv, N, d]`, with RoPE. It reads
-    itself, the first `sink` tokens, the last `window` before it, and those that are chosen between, `[B, H, K]`, H =
-    Hkv or 1, each named once. starts `[B]`: a row's first real token, and lists may be padded with -1; without it all
-    tokens are real and every place of a list is one.
+    """Attend from a chunk of a prompt to itself, to what is always read before it and to a list (TokenSelect §5.2).
 
-    Returns out, as q, and lse `[B, Hq, c]`, float32 at least.
+    Args:
+        q: `[B, Hq, c, d]` with RoPE, of the last c of the tokens.
+        k, v: `[B, Hkv, N, d]`.
+        chosen: `[B, H, K]`, H = Hkv or 1, each token once; with `starts` it may be padded with -1.
+        sink, window: the first tokens, and those before the chunk, that are always read [tokens].
+        starts: `[B]`, the first real token of every row; None: all are real.
+
+    Returns:
+        out, as q, and lse `[B, Hq, c]`, float32 at least.
     """
     anchors = chunk_anchors(len(q), k.shape[2] - q.shape[2], sink, window, k.device, starts).to(chosen.dtype)
     tokens = torch.cat([chosen.expand(-1, k.shape[1], -1), anchors[:, None].expand(-1, k.shape[1], -1)], dim=2)
@@ -39,8 +44,9 @@ def chunk_attention(
 def chunk_anchors(
     batch: int, first: int, sink: int, window: int, device: torch.device, starts: Tensor | None = None,
 ) -> Tensor:
-    """Sink and window before a chunk that begins at token `first`, `[B, sink + window]` int64; with starts filled up
-    with -1. Without them both are there, and nothing waits for the device."""
+    """List sink and window before a chunk that begins at token `first`: `[B, sink + window]` int64, with starts padded
+    with -1. Without them nothing waits for the device.
+    """
     if starts is not None:
         return anchor_indices(starts, min(sink, first), starts.clamp(min=first - window),
                               torch.full_like(starts, first))

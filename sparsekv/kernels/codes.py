@@ -23,7 +23,7 @@ TWIN_KEYS = 8192
 
 
 class Sketch(NamedTuple):
-    """How keys and queries of a KV head are sketched: keys and queries `[..., Hkv, d, r]`, centre `[..., Hkv, r]`; the
+    """The sketch of keys and queries of a KV head: keys and queries `[..., Hkv, d, r]`, centre `[..., Hkv, r]`; the
     leading dimension is the batch where every row has its own."""
 
     keys: Tensor
@@ -42,7 +42,7 @@ def largest(rank: int, width: int, device: Any = None) -> Tensor:
 
 
 def encode_keys(keys: Tensor, sketch: Sketch, width: int) -> Tensor:
-    """Codes of keys `[B, Hkv, N, d]` with RoPE: `[B, Hkv, N, w]` int8, w = width."""
+    """Make the codes of keys `[B, Hkv, N, d]` with RoPE: `[B, Hkv, N, w]` int8, w = width [bytes]."""
     return launch_encode_keys(keys, sketch, width) if on_device(keys) else encode_keys_reference(keys, sketch, width)
 
 
@@ -60,7 +60,7 @@ def encode_keys_reference(keys: Tensor, sketch: Sketch, width: int) -> Tensor:
 
 
 def decode_codes(codes: Tensor, rank: int) -> Tensor:
-    """The numbers in codes, `[..., w] -> [..., r]` int8."""
+    """Unpack codes `[..., w]` to their numbers `[..., r]` int8, r = rank."""
     width = codes.shape[-1]
     alone, pairs = codes.split([2 * width - rank, rank - width], dim=-1)
     return torch.cat([alone, lower_channels(pairs), (pairs + 8) >> 4], dim=-1)

@@ -9,7 +9,8 @@ TABLES_AT_ONCE = 32
 
 
 def collisions(codes: Tensor, queries: Tensor, *, least: int = 2) -> Tensor:
-    """Whether at least `least` of L hash tables hold key and query in the same bucket (MagicPIG, Chen et al. 2024, §4).
+    """Return whether at least `least` of L hash tables hold key and query in the same bucket (MagicPIG, Chen et al.
+    2024, §4).
 
     codes `[B, Hkv, N, L]` and queries `[B, Hq, T, L]` int16, with any strides: the buckets of keys and queries; query
     head h looks at KV head `h // (Hq // Hkv)`. Returns bool `[B, Hq, T, N]`. The comparisons of one KV head and

@@ -78,18 +78,26 @@ def add_centre(log_phi_q: Tensor, queries: Tensor, centre: Tensor | None) -> Ten
 def phi_query(
     q: Tensor, maps: FeatureMapWeights, offset: Tensor, state: PhiState, seats: Tensor | None = None,
 ) -> CompletionQuery:
-    """The query's side of a completed step: q `[Q, Hq, d]` with RoPE, maps of the query heads (leading dimension
-    `Hq`), offset `[Hq]` or `[Q, Hq]`, the request's state. seats `[Q]` int64: the rows of state and offset `[B, Hq]`
-    that are the queries', where these are kept by seat. One launch on CUDA, all layers of a head's map in one
-    program."""
+    """Make the query's side of a completed step (completion paper §4.4). One launch on CUDA.
+
+    Args:
+        q: `[Q, Hq, d]`, with RoPE.
+        maps: of the query heads, leading dimension `Hq`.
+        offset: `[Hq]` or `[Q, Hq]`, added to `log φ_q`; with seats `[B, Hq]`.
+        state: the request's cache of sums.
+        seats: `[Q]` int64, the rows of state and offset that are the queries', where these are kept by seat.
+
+    Returns:
+        A `CompletionQuery` without `keys`.
+    """
     if on_device(q) and maps.w_in.dtype == q.dtype and fits(q, maps):
         return launch_query(q, maps, offset, state, seats)
     return phi_query_reference(q, maps, offset, state, seats)
 
 
 def fits(q: Tensor, maps: FeatureMapWeights) -> bool:
-    """Whether the query kernel can hold the widest matrix of the maps. Of width 256 it takes 137 KiB in half precision:
-    sm_86 and sm_89 have 99."""
+    """Return whether the query kernel can hold the widest matrix of the maps. Of width 256 it takes 137 KiB in half
+    precision: sm_86 and sm_89 have 99."""
     width, features = (padded(n) for n in maps.w_out.shape[-2:])
     whole = width * max(width, features, padded(q.shape[-1])) * q.element_size() + BESIDE_BYTES
     return max(width, features) * q.element_size() <= WIDEST and whole <= shared_bytes(q.device)
@@ -126,7 +134,7 @@ def state_of(state: PhiState, seats: Tensor) -> PhiState:
 
 
 class QueryOutputs(NamedTuple):
-    """What the query kernel writes: the same as in `CompletionQuery`."""
+    """The output of the query kernel, as in `CompletionQuery`."""
 
     features: Tensor
     log_scale: Tensor
@@ -168,10 +176,16 @@ def launch_query(
 
 
 def remainder(query: CompletionQuery, key_features: Tensor, values: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
-    """The estimate of the mid region less that of the tokens read, as one more partial attention: key_features
-    `[Q, H, K, r]` and values `[Q, H, K, d]` of those tokens, used `[Q, H, K]` false = padding, `H` dividing `Hq`.
+    """Take the tokens that are read out of the estimate of the mid region: one more partial attention.
 
-    Returns `(out [Q, Hq, d], lse [Q, Hq])`, at most `query.cap`; nothing where what is left is rounding error.
+    Args:
+        query: of `phi_query`.
+        key_features: `[Q, H, K, r]` of the tokens, `H` dividing `Hq`.
+        values: `[Q, H, K, d]` of the tokens.
+        used: `[Q, H, K]` bool, false = padding.
+
+    Returns:
+        `(out [Q, Hq, d], lse [Q, Hq])`, at most `query.cap`; nothing where what is left is rounding error.
     """
     count, heads, _, width = key_features.shape
     acc = acc_dtype(query.features)
@@ -181,8 +195,8 @@ def remainder(query: CompletionQuery, key_features: Tensor, values: Tensor, used
 
 
 def rest_of(query: CompletionQuery, taken: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """What is left of an estimate when those of the tokens read, taken `[Q, H, G, K]` with values `[Q, H, K, d]`, are
-    out of it: `(out [Q, Hq, d], lse [Q, Hq])`."""
+    """Compute what is left of an estimate when those of the tokens read, taken `[Q, H, G, K]` with values `[Q, H, K,
+    d]`, are out of it: `(out [Q, Hq, d], lse [Q, Hq])`."""
     acc = taken.dtype
     mass = query.mass.to(acc)
     left = mass - taken.sum(-1).flatten(1)
@@ -196,16 +210,18 @@ def rest_of(query: CompletionQuery, taken: Tensor, values: Tensor) -> tuple[Tens
 
 
 def read_bound(share: Tensor) -> Tensor:
-    """Where the best `share` of a standard normal distribution begins; infinite for none."""
+    """Find where the best `share` of a standard normal distribution begins; infinite for none."""
     return torch.special.ndtri(1 - share.clamp(0.0, 0.999))
 
 
 def mass_cap(mean: Tensor, variance: Tensor, size: Tensor, bound: Tensor) -> Tensor:
-    """What `log Σ exp(s)` over `size` keys less the best ones is at most taken for: what it were, had the scores the
-    normal distribution of their mean and variance (the mass of a log-normal one below its `bound`, which is in standard
-    deviations from the mean). No limit where nothing is read: a few best keys, which are no normal tail, then hold most
-    of the mass. Any shapes that broadcast. Ours, not the papers': on texts unlike the training text a map may
-    overestimate all keys of a query many times."""
+    """Bound `log Σ exp(s)` over `size` keys less the best ones: by what it were, had the scores the normal distribution
+    of their mean and variance (the mass of a log-normal one below `bound`, in standard deviations from the mean). This
+    project's own: on texts unlike the training text a map may overestimate all keys of a query many times.
+
+    Args: any shapes that broadcast. Returns infinity where nothing is read, since a few best keys then hold most of the
+    mass.
+    """
     expected = size.log() + mean + variance / 2 + torch.special.log_ndtr(bound - variance.clamp(min=0).sqrt())
     return torch.where(torch.isinf(bound), torch.inf, expected)
 
@@ -224,8 +240,15 @@ def moments_cap(q: Tensor, moments: ScoreMoments, offset: Tensor) -> Tensor:
 
 
 def factored(covariance: Tensor, rank: int = RANK) -> tuple[Tensor, Tensor]:
-    """A covariance `[..., d, d]` as `rank` rows `[..., ρ, d]`, by Cholesky steps on the largest variance that is left,
-    and the variances after them, `[..., d]`: `rowsᵀ rows + diag(left)`, its diagonal exact."""
+    """Factor a covariance by Cholesky steps on the largest variance that is left.
+
+    Args:
+        covariance: `[..., d, d]`.
+        rank: rows ρ.
+
+    Returns:
+        rows `[..., ρ, d]` and the variances after them `[..., d]`: `rowsᵀ rows + diag(left)`, its diagonal exact.
+    """
     return (launch_factored if on_device(covariance) else factored_reference)(covariance, rank)
 
 

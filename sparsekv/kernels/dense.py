@@ -28,12 +28,18 @@ def dense_attention(
     query: Tensor, key: Tensor, value: Tensor, *, scale: float, key_mask: Tensor | None = None,
     window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None,
 ) -> Tensor:
-    """The model's own causal attention: query `[B, Hq, T, d]` are the last T of the keys `[B, Hkv, N, d]` -> as query.
+    """Attend as the model does: causally, to all keys.
 
-    key_mask `[B, N]`: nonzero = a real token. window: a query sees that many keys, itself included. softcap: scores are
-    squeezed by `softcap · tanh(s / softcap)` (Gemma 2). sinks `[Hq]`: a learned logit a query head, one more term of
-    the normalisation (gpt-oss), not with a softcap. A query that sees nothing gives zero. Masks are made for a block
-    of queries at a time.
+    Args:
+        query: `[B, Hq, T, d]`, of the last T of the keys.
+        key, value: `[B, Hkv, N, d]`.
+        key_mask: `[B, N]`, nonzero = a real token.
+        window: keys that a query sees, itself included [tokens].
+        softcap: scores are squeezed by `softcap · tanh(s / softcap)` (Gemma 2).
+        sinks: `[Hq]`, a learned logit a query head, one more term of the normalisation (gpt-oss); not with a softcap.
+
+    Returns:
+        As query; a query that sees nothing gives zero. Masks are made for a block of queries at a time.
     """
     count, length = query.shape[2], key.shape[2]
     if sinks is not None:

@@ -61,7 +61,7 @@ def key_map(
 
 
 def for_request(maps: KeyMap | FeatureMapWeights, mean: Tensor) -> KeyFeatures | BlockFeatures:
-    """The map as a batch of requests has it, its shift zero: mean `[B, Hkv, d]`, their mean keys."""
+    """Put the mean keys `[B, Hkv, d]` of a batch of requests into a map of keys; its shift is zero."""
     if isinstance(maps, FeatureMapWeights):
         return BlockFeatures(maps, maps.b_out.new_zeros(len(mean), *maps.b_out.shape))
     bias = maps.b_in + (mean.to(maps.b_in.dtype)[..., None, :] @ maps.of_mean)[..., 0, :]
@@ -70,8 +70,8 @@ def for_request(maps: KeyMap | FeatureMapWeights, mean: Tensor) -> KeyFeatures |
 
 
 def fused(maps: KeyMap | FeatureMapWeights | KeyFeatures | BlockFeatures) -> bool:
-    """Whether the kernels run this map: without blocks, on CUDA, not float64, both matrices in a program's shared
-    memory."""
+    """Return whether the kernels run this map: without blocks, on CUDA, not float64, both matrices in a program's
+    shared memory."""
     if not isinstance(maps, KeyMap | KeyFeatures):
         return False
     return on_device(maps.w_in) and room_beside(maps) >= BESIDE_BYTES * maps.w_in.element_size() // 2
@@ -98,8 +98,15 @@ def log_features(keys: Tensor, maps: KeyFeatures | BlockFeatures) -> Tensor:
 
 
 def key_features(keys: Tensor, maps: KeyFeatures | BlockFeatures) -> Tensor:
-    """Features of keys `[Q, Hkv, n, d]` with RoPE, Q a multiple of the batch, relative to the request's shift:
-    `[Q, Hkv, n, r]` in the precision of the map."""
+    """Make the features of keys, relative to the request's shift.
+
+    Args:
+        keys: `[Q, Hkv, n, d]` with RoPE, Q a multiple of the batch.
+        maps: of `for_request`.
+
+    Returns:
+        `[Q, Hkv, n, r]` in the precision of the map.
+    """
     if isinstance(maps, KeyFeatures) and fused(maps):
         return launch_features(keys, maps)
     return key_features_reference(keys, maps)
@@ -141,9 +148,16 @@ def block_of(maps: KeyFeatures) -> int:
 def phi_sums(
     keys: Tensor, values: Tensor, first: Tensor, last: Tensor, maps: KeyFeatures | BlockFeatures,
 ) -> PhiCache:
-    """The stable cache of the tokens `first[b] <= i < last[b]`: keys `[B, Hkv, N, d]` with RoPE and values alike, one
-    pass over both, waiting for no device. The shift is a whole number, so that raising it rounds nothing; where there
-    are no tokens `m = -inf, z = 0, s = 0`."""
+    """Sum the features of tokens into a stable cache, in one pass (completion paper, appendix C). Waits for no device.
+
+    Args:
+        keys, values: `[B, Hkv, N, d]`, keys with RoPE.
+        first, last: `[B]`, the tokens that count are `first[b] <= i < last[b]`.
+
+    Returns:
+        The cache; its shift is a whole number, so that raising it rounds nothing. Where there are no tokens
+        `m = -inf, z = 0, s = 0`.
+    """
     if isinstance(maps, KeyFeatures) and fused(maps):
         return launch_sums(keys, values, first, last, maps)
     return phi_sums_reference(keys, values, first, last, maps)
@@ -188,7 +202,7 @@ def launch_sums(keys: Tensor, values: Tensor, first: Tensor, last: Tensor, maps:
 
 
 def phi_join(one: PhiCache, other: PhiCache) -> PhiCache:
-    """The cache of two disjoint sets of tokens from theirs."""
+    """Join the caches of two disjoint sets of tokens."""
     m = torch.maximum(one.m, other.m)
     a, b = (torch.exp2(x.m - finite(m)) for x in (one, other))
     return PhiCache(m, one.z * a + other.z * b, one.s * a[..., None] + other.s * b[..., None])

@@ -42,8 +42,8 @@ def launch_of(rows: int, outputs: int, joint: bool) -> Launch:
 
 
 def fits_few_rows(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> bool:
-    """Whether a launch takes them: x `[..., K]` of at most eight rows in half precision, weights `[n, K]` dense and of
-    the same precision, with rows of whole 16 bytes, biases `[n]` of all or of none."""
+    """Return whether a launch takes them: x `[..., K]` of at most eight rows in half precision, weights `[n, K]` dense
+    and of the same precision, with rows of whole 16 bytes, biases `[n]` of all or of none."""
     dim, given = x.shape[-1], [b for b in biases if b is not None]
     return (0 < x.numel() <= MOST_ROWS * dim and x.dtype in HALVES and dim % 8 == 0 and len(weights) <= MOST_PARTS
             and len(given) in (0, len(weights))

@@ -12,8 +12,16 @@ FETCHED = 16
 
 
 def gather_rows(x: Tensor, index: Tensor, *, pinned: bool = False) -> Tensor:
-    """`x[b, h, index[q, h, :]]` with `b = q // T`: x `[B, H, N, d]` with any strides, index `[Q, H, K]` ≥ 0
-    -> `[Q, H, K, d]`, in page-locked memory if `pinned`."""
+    """Gather rows of a cache, `x[b, h, index[q, h, :]]` with `b = q // T`.
+
+    Args:
+        x: `[B, H, N, d]`, any strides.
+        index: `[Q, H, K]`, ≥ 0.
+        pinned: into page-locked memory.
+
+    Returns:
+        `[Q, H, K, d]`.
+    """
     batch, heads, _, dim = x.shape
     sb, sh, sn, _ = x.stride()
     per_row = index.shape[0] // batch
@@ -30,7 +38,7 @@ def gather_rows(x: Tensor, index: Tensor, *, pinned: bool = False) -> Tensor:
 
 
 def anchor_indices(starts: Tensor, sink_size: int, tail_starts: Tensor, lengths: Tensor) -> Tensor:
-    """Tokens of sink and local window of every query, `[Q, n]` int64 padded with -1; each token once."""
+    """List sink and local window of every query: `[Q, n]` int64 padded with -1, each token once."""
     longest = int((lengths - tail_starts).clamp(min=0).max()) if lengths.numel() else 0
     sink = starts[:, None] + torch.arange(sink_size, device=starts.device)
     sink = torch.where(sink < torch.minimum(tail_starts, lengths)[:, None], sink, -1)
@@ -40,19 +48,25 @@ def anchor_indices(starts: Tensor, sink_size: int, tail_starts: Tensor, lengths:
 
 
 def slots_at(table: Tensor, places: Tensor, page: int) -> Tensor:
-    """Slots of tokens by their places: table `[R, blocks]`, places `[R, n]` ≥ 0 -> `[R, n]` int64. Places past the
-    table give those of its last block."""
+    """Find the slots of tokens: table `[R, blocks]`, their positions `[R, n]` ≥ 0 -> `[R, n]` int64. Positions past the
+    table give slots of its last block.
+    """
     block = (places // page).clamp(max=table.shape[1] - 1)
     return table.gather(1, block).long() * page + places % page
 
 
 def fetch_rows(source: Tensor, index: Tensor, out: Tensor) -> Tensor:
-    """Copy listed tokens of a cache to the first slots of another, and say where each lies.
+    """Copy listed tokens of a cache to the first slots of another. No work of the CPU, no wait.
 
-    source `[B, Hkv, N, d]` in memory of the device, or page-locked in the host's, which the device then reads by itself
-    over the bus: no work of the CPU, no wait. index `[Q, H, K]` on the device, H a multiple of Hkv, -1 = none; out
-    `[B, Hkv, slots ≥ Q / B · H / Hkv · K, d]` there, the last dimensions contiguous: the lists of a row and KV head lie
-    end to end, query by query, with zeros where a list has no token. Returns the slots, `[Q, H, K]` int32, -1 = none.
+    Args:
+        source: `[B, Hkv, N, d]` in memory of the device, or page-locked in the host's, which the device then reads by
+            itself over the bus; the last dimension contiguous.
+        index: `[Q, H, K]` on the device, H a multiple of Hkv, -1 = none.
+        out: `[B, Hkv, slots ≥ Q / B · H / Hkv · K, d]` on the device, written: the lists of a row and KV head end to
+            end, query by query, with zeros where a list has no token.
+
+    Returns:
+        The slots, `[Q, H, K]` int32, -1 = none.
     """
     return (launch_fetch if index.is_cuda else fetch_rows_reference)(source, index, out)
 

@@ -19,9 +19,15 @@ TWIN_KEYS = 1024
 
 
 def assign_buckets(keys: Tensor, centroids: Tensor) -> Tensor:
-    """The bucket of every key, by the largest inner product: keys `[B, H, N, d]`, centroids `[H, C, d]` or
-    `[B, H, C, d]` -> `[B, H, N]`. On CUDA products and maximum are one kernel, in the keys' precision, and the scores
-    `[N, C]` are never written."""
+    """Assign every key to the bucket of the largest inner product.
+
+    Args:
+        keys: `[B, H, N, d]`.
+        centroids: `[H, C, d]` or `[B, H, C, d]`.
+
+    Returns:
+        `[B, H, N]`. On CUDA products and maximum are one kernel, and the scores `[N, C]` are never written.
+    """
     return launch_assign(keys, centroids) if on_device(keys) else assign_buckets_reference(keys, centroids)
 
 
@@ -56,10 +62,14 @@ def launch_assign(keys: Tensor, centroids: Tensor) -> Tensor:
 
 
 def build_index(assignment: Tensor, num_buckets: int, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-    """The index of the tokens `first[b] <= i < last[b]`: assignment `[B, H, N]` -> order `[B, H, N]`, offsets
-    `[B, H, C + 1]`.
+    """Sort the tokens `first[b] <= i < last[b]` by bucket.
 
-    Tokens keep their order inside a bucket. Entries of `order` past `offsets[..., C]` are -1.
+    Args:
+        assignment: `[B, H, N]`, the bucket of every token.
+
+    Returns:
+        order `[B, H, N]` and offsets `[B, H, C + 1]`; tokens keep their order inside a bucket, and entries of `order`
+        past `offsets[..., C]` are -1.
     """
     positions = torch.arange(assignment.shape[-1], device=assignment.device)
     inside = (positions >= first[:, None]) & (positions < last[:, None])
@@ -107,10 +117,15 @@ def launch_sort(keyed: Tensor, num_buckets: int) -> tuple[Tensor, Tensor]:
 
 
 def extend_index(order: Tensor, offsets: Tensor, joined: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens join the index without its being sorted again: as `build_index` over old and new tokens.
+    """Add tokens to an index without sorting it again: as `build_index` over old and new tokens.
 
-    order `[B, H, M]`, offsets `[B, H, C + 1]`; joined `[B, H, n]`: the buckets of the tokens positions `[B, n]`, all
-    later than those there, -1 = not yet. Returns order `[B, H, M + n]` and offsets.
+    Args:
+        order, offsets: `[B, H, M]` and `[B, H, C + 1]`.
+        joined: `[B, H, n]`, the buckets of the new tokens, -1 = not yet.
+        positions: `[B, n]` of the new tokens, all later than those there.
+
+    Returns:
+        order `[B, H, M + n]` and offsets.
     """
     batch, heads, width = order.shape
     buckets, count = offsets.shape[-1] - 1, joined.shape[-1]
@@ -134,9 +149,14 @@ def extend_index(order: Tensor, offsets: Tensor, joined: Tensor, positions: Tens
 
 
 def bucket_tokens(order: Tensor, offsets: Tensor, buckets: Tensor) -> Tensor:
-    """The tokens of the chosen buckets, `[Q, Hkv, K]` padded with -1 to the longest list.
+    """List the tokens of the chosen buckets.
 
-    order `[B, Hkv, M]`, offsets `[B, Hkv, C + 1]`, buckets `[Q, Hkv, L]` (-1 = none, no bucket twice).
+    Args:
+        order, offsets: `[B, Hkv, M]` and `[B, Hkv, C + 1]`.
+        buckets: `[Q, Hkv, L]`, -1 = none, no bucket twice.
+
+    Returns:
+        `[Q, Hkv, K]`, padded with -1 to the longest list.
     """
     first, sizes = _stretches(offsets, buckets)
     total = sizes.sum(-1)
@@ -144,7 +164,7 @@ def bucket_tokens(order: Tensor, offsets: Tensor, buckets: Tensor) -> Tensor:
 
 
 def bucket_counts(offsets: Tensor, buckets: Tensor) -> Tensor:
-    """Tokens in the chosen buckets, `[Q, Hkv]` int64: offsets and buckets as for `bucket_tokens`."""
+    """Count the tokens of the chosen buckets, `[Q, Hkv]` int64: offsets and buckets as for `bucket_tokens`."""
     return _stretches(offsets, buckets)[1].sum(-1)
 
 

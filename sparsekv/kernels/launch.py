@@ -70,7 +70,7 @@ def finite(x: Tensor) -> Tensor:
 
 
 def on_device(x: Tensor) -> bool:
-    """Whether the Triton kernels take it: on a CUDA device and not float64."""
+    """Return whether the Triton kernels take it: on a CUDA device and not float64."""
     return x.is_cuda and x.dtype != torch.float64
 
 
@@ -104,5 +104,5 @@ def shared_bytes(device: torch.device) -> int:
 
 @functools.cache
 def overlaps(device: torch.device) -> bool:
-    """Whether a kernel can be prepared while the one before it ends (programmatic dependent launch)."""
+    """Return whether a kernel can be prepared while the one before it ends (programmatic dependent launch)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -72,9 +72,16 @@ def mean_key_logits(q: Tensor, means: BucketMeans, counts: Tensor) -> Tensor:
 
 
 def round_means(sums: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """The means of buckets in 8 bits, from the sums of their keys `[..., C, d]` and their counts `[..., C]`:
-    `[..., C, d]` int8, and the steps they are in, `[..., C]` float32. Less the mean of all keys, which adds the same to
-    every score of a query. A channel is off by half a step at most, 1/254 of the largest."""
+    """Round the means of buckets to 8 bits, less the mean of all keys, which adds the same to every score of a query.
+
+    Args:
+        sums: `[..., C, d]` of the keys.
+        counts: `[..., C]`.
+
+    Returns:
+        `[..., C, d]` int8, and the steps they are in, `[..., C]` float32. A channel is off by half a step at most,
+        1/254 of the largest.
+    """
     means = sums / counts.clamp(min=1)[..., None]
     middle = sums.sum(-2, keepdim=True) / counts.sum(-1)[..., None, None].clamp(min=1)
     away = means - middle
@@ -83,8 +90,9 @@ def round_means(sums: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def half_variance(squares: Tensor, sums: Tensor, counts: Tensor) -> Tensor:
-    """`spread` of buckets from the sums of their keys' squared lengths `[..., C]`, of their keys `[..., C, d]`, and
-    their counts `[..., C]`."""
+    """Compute the `spread` of buckets from the sums of their keys' squared lengths `[..., C]`, of their keys
+    `[..., C, d]`, and their counts `[..., C]`.
+    """
     counts = counts.clamp(min=1)
     return ((squares / counts - (sums / counts[..., None]).square().sum(-1)) / (2 * sums.shape[-1])).clamp(min=0)
 
@@ -95,9 +103,17 @@ def group_probability(logits: Tensor, heads_kv: int) -> Tensor:
 
 
 def route(q: Tensor, scores: RouterScores, counts: Tensor, probes: int) -> Tensor:
-    """The `probes` buckets of the largest probability summed over the group, `[Q, Hkv, probes]` int32, padded with -1
-    where fewer are non-empty (Saap §4). Arguments as for
-    `bucket_logits_reference`."""
+    """Choose the buckets of the largest probability, summed over the group (Saap §4).
+
+    Args:
+        q: `[Q, Hq, d]`, in the space of the scores.
+        scores: a query model, or the means of the buckets.
+        counts: `[B, Hkv, C]`, tokens of every bucket.
+        probes: buckets to choose.
+
+    Returns:
+        `[Q, Hkv, probes]` int32, padded with -1 where fewer are non-empty.
+    """
     if routable(q, scores):
         return launch_route(q, scores, counts, probes)
     return top_buckets(group_probability(bucket_logits_reference(q, scores, counts), counts.shape[1]), counts, probes)
@@ -114,14 +130,21 @@ def route_tokens(
     q: Tensor, scores: RouterScores, order: Tensor, offsets: Tensor, budget: Tensor, widest: int,
     seats: Tensor | None = None,
 ) -> Tensor:
-    """The budget rule: buckets by descending density, probability summed over the group over tokens, to the eight bits
-    of bfloat16's precision (ties: the lower number), whole until `budget [Q]` tokens are reached, the last one in part,
-    its first tokens.
+    """List the tokens that a budget buys.
 
-    q `[Q, Hq, d]` in the space of the scores, order `[B, Hkv, M]`, offsets `[B, Hkv, C + 1]`; widest: the largest
-    budget. seats `[Q]` int64: the rows of offsets, bucket means and budget that are the queries', where these are kept
-    by request; the order's rows stay the queries' own. Returns `[Q, Hkv, widest]` int32 in the order of the buckets,
-    padded with -1.
+    Buckets come by descending density, whole until the budget is reached, the last one in part, its first tokens. The
+    density is the probability, summed over the group, over tokens, to the eight bits of bfloat16's precision; ties: the
+    lower number.
+
+    Args:
+        q: `[Q, Hq, d]`, in the space of the scores.
+        order, offsets: `[B, Hkv, M]` and `[B, Hkv, C + 1]`.
+        budget: `[Q]` [tokens]; widest: the largest of it.
+        seats: `[Q]` int64, the rows of offsets, bucket means and budget that are the queries', where these are kept by
+            request; the order's rows stay the queries' own.
+
+    Returns:
+        `[Q, Hkv, widest]` int32 in the order of the buckets, padded with -1.
     """
     if routable(q, scores):
         logits = launch_logits(q, scores, offsets, offsets=True, seats=seats)
@@ -145,8 +168,9 @@ def route_tokens_reference(
 
 
 def choose_tokens(density: Tensor, order: Tensor, offsets: Tensor, budget: Tensor, widest: int) -> Tensor:
-    """The budget rule from densities `[Q, H, C]` ≥ 0, `H` a multiple of `Hkv`: `[Q, H, widest]`; the rest as for
-    `route_tokens`. Densities of empty buckets do not matter."""
+    """Apply the budget rule of `route_tokens` to densities `[Q, H, C]` ≥ 0, `H` a multiple of `Hkv`: `[Q, H, widest]`.
+    Densities of empty buckets do not matter.
+    """
     if on_device(density) and density.shape[-1] <= MAX_BUCKETS:
         return launch_choose(density.float(), order, offsets, budget, widest, logits=False)
     return choose_tokens_reference(density, order, offsets, budget, widest)

@@ -62,11 +62,16 @@ def sketch_tokens(
     q: Tensor, sketch: Sketch, codes: Tensor, scale: float, budget: Tensor, widest: int,
     candidates: Candidates | None = None, first: Tensor | None = None, last: Tensor | None = None,
 ) -> Tensor:
-    """Exactly the `budget[q]` candidates whose sketches promise the largest share of the group's attention, or all
-    where there are fewer; of one bin those that stand first.
+    """List the candidates whose sketches promise the largest share of the group's attention (this project's own).
 
-    q `[Q, Hq, d]` with RoPE, codes `[B, Hkv, M, w]`; without candidates all tokens `first[q] <= i < last[q]` are.
-    Returns `[Q, Hkv, widest]` int32 in the order of the candidates, padded with -1.
+    Args:
+        q: `[Q, Hq, d]`, with RoPE.
+        codes: `[B, Hkv, M, w]`.
+        budget: `[Q]` [tokens], exactly as many are listed, or all where there are fewer; widest: the largest of it.
+        candidates: the tokens of the best buckets; None: all tokens `first[q] <= i < last[q]`.
+
+    Returns:
+        `[Q, Hkv, widest]` int32 in the order of the candidates, padded with -1; of one bin those that stand first.
     """
     if on_device(q) and (candidates is None or routable(candidates.q, candidates.scores)):
         return launch_tokens(q, sketch, codes, scale, budget, widest, candidates, first, last)

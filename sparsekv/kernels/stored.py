@@ -52,8 +52,15 @@ def launch_append(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, lengths: T
 def decode_attention(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor, lengths: Tensor, *, scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Full attention of one query a row: q `[B, Hq, d]`; k, v `[B, Hkv, N, d]`, of which row b has the tokens
-    `starts[b] <= i < lengths[b]`. Returns `(out [B, Hq, d], lse [B, Hq])`."""
+    """Attend fully with one query a row.
+
+    Args:
+        q: `[B, Hq, d]`.
+        k, v: `[B, Hkv, N, d]`, of which row b has the tokens `starts[b] <= i < lengths[b]`.
+
+    Returns:
+        `(out [B, Hq, d], lse [B, Hq])`.
+    """
     return (launch_decode if on_device(q) else decode_attention_reference)(q, k, v, starts, lengths, scale=scale)
 
 

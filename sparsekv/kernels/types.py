@@ -106,7 +106,7 @@ class ScoreMoments(NamedTuple):
 
 
 class PhiState(NamedTuple):
-    """What the completion keeps of a request: the stable cache, m, z `[B, Hkv, r]`, s `[B, Hkv, r, d]`.
+    """The state of the completion of a request: the stable cache, m, z `[B, Hkv, r]`, s `[B, Hkv, r, d]`.
 
     centre `[B, Hkv, d]`, for maps with a centred half: the softmax scale times the mean key. moments: what the
     estimated mass is capped by, if it is.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sparsekv.core.layer import LayerView
-from sparsekv.core.regions import Regions, TailRule
+from sparsekv.core.regions import Regions
 from sparsekv.core.step import LayerState, build_layers, restore
 from sparsekv.runtime.counters import Counters
 from sparsekv.runtime.decoding import Decoding
@@ -21,7 +21,7 @@ from sparsekv.runtime.hf.offload import HostView
 
 
 class AttentionSpec(NamedTuple):
-    """How a model calls the attention of a layer: number of query heads, where queries lie, scale, kind of rotary
+    """A model's call of the attention of a layer: number of query heads, where queries lie, scale, kind of rotary
     table, learned sinks `[Hq]` or None."""
 
     heads: int
@@ -32,8 +32,8 @@ class AttentionSpec(NamedTuple):
 
 
 def decodes_sparsely(decoding: Decoding, index: int, layer: SparseLayer, length: int) -> bool:
-    """Whether such a layer does, in a cache of `length` tokens: the one rule of dense or sparse."""
-    return index not in decoding.dense_layers and length >= decoding.short_until(
+    """Decide dense or sparse for a layer in a cache of `length` tokens."""
+    return index not in decoding.dense_layers and length >= decoding.dense_threshold(
         layer.keys, length, isinstance(layer, HostLayer))
 
 
@@ -59,15 +59,16 @@ def begin(
     row."""
     layers: list[Any] = cache.layers
     on_host = [isinstance(layers[i], HostLayer) and not decoding.by_cpu for i in which]
-    places = [called[i].device if away else layers[i].keys.device for i, away in zip(which, on_host, strict=True)]
-    devices = [*places, *(called[i].device for i in which)]
+    layer_devices = [called[i].device if away else layers[i].keys.device
+                     for i, away in zip(which, on_host, strict=True)]
+    devices = [*layer_devices, *(called[i].device for i in which)]
     began = _now(devices)
     built = cache.built if cache.built is not None and cache.built.serves(which, starts.tolist(), on_host) else None
     past = past if built is None else built.past
     regions = {device: Regions.at_prefill_end(starts.to(device), past, decoding.sink_size, decoding.window_size)
-               for device in dict.fromkeys(places)}
+               for device in dict.fromkeys(layer_devices)}
     views: list[LayerView | HostView] = []
-    for i, device, away in zip(which, places, on_host, strict=True):
+    for i, device, away in zip(which, layer_devices, on_host, strict=True):
         how, layer = called[i], layers[i]
         rows, _, _, dim = layer.keys.shape
         recent = layer.keys.new_empty(rows, how.heads, 0, dim) if layer.recent is None else layer.recent
@@ -75,11 +76,10 @@ def begin(
             "regions": regions[device], "scale": how.scale, "num_query_heads": how.heads, "layer_idx": i,
             "num_layers": len(layers), "rope": cache.rope.get(how.kind), "recent_queries": recent.to(device),
             "recent_end": layer.recent_end, "sinks": None if how.sinks is None else how.sinks.detach().to(device)}
-        longest = TailRule(decoding.window_size, decoding.decode_window).longest
-        views.append(HostView(layer.both[:, :, :past], longest=longest, **given) if away else
+        views.append(HostView(layer.both[:, :, :past], decoding.tails.longest, **given) if away else
                      LayerView(layer.keys[:, :, :past], layer.values[:, :, :past], **given))
-    selectors = [decoding.selector_of(*one) for one in zip(which, places, strict=True)]
-    estimators = [decoding.estimator_of(*one) for one in zip(which, places, strict=True)]
+    selectors = [decoding.selector_of(*one) for one in zip(which, layer_devices, strict=True)]
+    estimators = [decoding.estimator_of(*one) for one in zip(which, layer_devices, strict=True)]
     with contextlib.ExitStack() as stack:
         for view in views:
             if isinstance(view, HostView):
@@ -90,8 +90,7 @@ def begin(
             for i, view, selector, estimator in zip(which, views, selectors, estimators, strict=True):
                 restore(view, selector, estimator, built.layers[i])
     for i, view, selector, estimator in zip(which, views, selectors, estimators, strict=True):
-        layers[i].state = LayerState(view, selector, estimator, window_size=decoding.window_size,
-                                     decode_window=decoding.decode_window, owner=decoding)
+        layers[i].state = LayerState(view, selector, estimator, decoding.tails, decoding)
     counters.index_seconds += _now(devices) - began
 
 

@@ -64,7 +64,7 @@ class SparseConfig:
     options: dict[str, Any] = option(dict, flag=None, help="The selector's other options, by name.")
 
     @classmethod
-    def of(cls, config: SparseConfig | str | Path | None = None, **overrides: Any) -> Self:
+    def of(cls, config: SparseConfig | str | Path | None = None, **overrides: object) -> Self:
         """These options with others in their place; a name that is no field is an option of the selector. config: a
         `SparseConfig`, or a settings file. Raises SparseKVError."""
         if isinstance(config, str | Path):
@@ -74,14 +74,14 @@ class SparseConfig:
                                 f"{type(config).__name__}")
         names = {f.name for f in fields(cls)}
         base = cls() if config is None else cls(**{name: getattr(config, name) for name in names})
-        own = {name: value for name, value in overrides.items() if name in names}
+        own: dict[str, Any] = {name: value for name, value in overrides.items() if name in names}
         options = {name: value for name, value in overrides.items() if name not in names}
         return replace(base, **own, options={**base.options, **own.get("options", {}), **options}) if overrides else (
             base)
 
     @classmethod
     def load(cls, path: str | Path, where: str | None = None) -> Self:
-        """From a JSON file with some of the fields; artifacts that lie beside it go before the hub. where: the file in
+        """Load a JSON file with some of the fields; artifacts that lie beside it go before the hub. where: the file in
         a sentence. Raises SparseKVError for another file and for values that are none."""
         from sparsekv.artifacts.checks import parse_object, reason
         from sparsekv.artifacts.hub.named import REPOSITORY
@@ -90,26 +90,22 @@ class SparseConfig:
         where = where or f"the settings file {str(path)!r}"
         names = [f.name for f in fields(cls)]
         try:
-            raw = cls._entries(parse_object(path.read_bytes(), where), path)
+            raw = parse_object(path.read_bytes(), where)
         except OSError as error:
             raise SparseKVError(f"{where} could not be read ({reason(error)}); expected a JSON file with some of "
                                 f"{', '.join(names)}") from error
+        if isinstance(raw.get("layers"), dict):
+            raise SparseKVError(f"{where} has budgets and gates by layer, which are not read; expected some of "
+                                f"{', '.join(names)}; give one token_budget for all layers")
         for name in raw:
             if name not in names:
                 raise SparseKVError(f"{where} has an entry {name!r}; expected some of {', '.join(names)}")
-        made = cls(**raw)
-        made.check(where)
+        config = cls(**raw)
+        config.check(where)
         beside = {name: str(path.parent / x) for name in ("artifacts", "router", "phi")
-                  if (x := getattr(made, name)) is not None
+                  if (x := getattr(config, name)) is not None
                   and ((path.parent / x).exists() or not REPOSITORY.fullmatch(x))}
-        return replace(made, **beside)  # type: ignore[arg-type]
-
-    @classmethod
-    def _entries(cls, raw: dict[str, Any], path: Path) -> dict[str, Any]:
-        """The entries of a file as fields."""
-        if "layers" in raw:
-            raise SparseKVError(f"{str(path)!r} is a file of `sparsekv eval recommend`; give it as settings=")
-        return raw
+        return replace(config, **beside)  # type: ignore[arg-type]
 
     def check(self, where: str | None = None) -> None:
         """Refuse values that are of another type or out of their range. where: the file that they are from. Raises
@@ -148,19 +144,19 @@ class SparseConfig:
     def given(self) -> dict[str, Any]:
         """The fields that are not their defaults; how prompts are read as a settings file has it."""
         plain = SparseConfig()
-        found = {f.name: getattr(self, f.name) for f in fields(SparseConfig)
+        given = {f.name: getattr(self, f.name) for f in fields(SparseConfig)
                  if getattr(self, f.name) != getattr(plain, f.name)}
-        return found if isinstance(self.prefill, str | dict) else {**found, "prefill": vars(self.prefill)}
+        return given if isinstance(self.prefill, str | dict) else {**given, "prefill": vars(self.prefill)}
 
     def sizes(self, *artifacts: Any) -> tuple[int, int]:
         """Sink and window [tokens]: as given, else the artifacts' own (they must agree), else the defaults. Raises
         SparseKVError."""
-        found = []
+        sizes = []
         for name, default in SIZES.items():
             given = getattr(self, name)
             trained = {getattr(a.config, name) for a in artifacts if a is not None} if given is None else {given}
             if len(trained) > 1:
                 raise SparseKVError(f"the router and the feature maps were trained with different {name} "
                                     f"({' and '.join(map(str, sorted(trained)))} tokens); say which with {name}=...")
-            found.append(trained.pop() if trained else default)
-        return found[0], found[1]
+            sizes.append(trained.pop() if trained else default)
+        return sizes[0], sizes[1]

@@ -13,6 +13,9 @@ from sparsekv.core.cost import read_shares
 from sparsekv.core.layer import CacheLayer, Queries, Selection
 from sparsekv.core.offline import relative_error
 
+NOTHING_RAN = "no pass of this model ran while it was attached"
+PROMPTS_ALONE = "prompts were read, and no token decoded after them"
+
 
 class Counters:
     """Per-layer counts of one attachment. What steps read stays on the device until it is asked for."""
@@ -40,16 +43,16 @@ class Counters:
         """
 
     def took(self, sparse: Iterable[int], dense: Iterable[int], steps: int, rows: int) -> None:
-        """So many decode steps of `rows` rows, in these layers; dense ones read everything."""
+        """Count so many decode steps of `rows` rows, in these layers; dense ones read everything."""
         for layer in sparse:
             self.sparse_calls[layer] += steps
             self._queries[layer] += steps * rows
         for layer in dense:
             self.dense_calls[layer] += steps
 
-    def read(self, view: CacheLayer, queries: Queries, selections: Sequence[Selection], more: Tensor | float,
+    def read(self, view: CacheLayer, queries: Queries, selections: Sequence[Selection], more: Tensor,
              where: Tensor | int) -> None:
-        """What sparse steps read (`core.cost.read_shares`), of the layers `where`, or of one, to their sums."""
+        """Add what sparse steps read (`core.cost.read_shares`) to the sums of the layers `where`, or of one."""
         shares = read_shares(view, queries, selections, more).detach().sum(-1)
         if self._shares is None:
             with torch.inference_mode(False):  # steps inside and outside of inference mode add to it
@@ -69,6 +72,21 @@ class Counters:
         error = relative_error(out.float(), full.float())
         self._errors[layer][0] += error.detach().sum(dtype=torch.float64)
         self._errors[layer][1] += error.numel()
+
+    def not_in_force(self, decoding: Any) -> str | None:
+        """Say why nothing was decoded sparsely so far; None where something was."""
+        if any(self.sparse_calls.values()) or self.sparse_prompts:
+            return None
+        if decoding.first_sparse is None:
+            return "no layer decodes sparsely with these options"
+        if any(self.dense_calls.values()):
+            return f"caches were too short ({decoding.why()}); dense_below=0 decodes all sparsely"
+        if self.chunks:
+            return ("tokens after a prompt came several at a time, which are read as prompts are; give run=RunOptions("
+                    "sparse_chunks=True)")
+        if self.uncached:
+            return "passes kept no cache (use_cache=False, or gradient checkpointing)"
+        return PROMPTS_ALONE if self.passes else NOTHING_RAN
 
     def report(self) -> dict[str, Any]:
         """Totals and per-layer values; None where nothing was measured."""
@@ -104,6 +122,6 @@ def _over(total: float, count: int) -> float | None:
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
-    """Of the values that are known; None where none is."""
+    """Mean of the values that are known; None where none is."""
     known = [v for v in values if v is not None]
     return sum(known) / len(known) if known else None

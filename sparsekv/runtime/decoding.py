@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 
-from sparsekv.artifacts.phi import OUTSIDE, PhiArtifact, PhiLayer
+from sparsekv.artifacts.phi import OUTSIDE, PhiArtifact
 from sparsekv.artifacts.router import RouterArtifact
 from sparsekv.core.estimators import ESTIMATORS, CentroidEstimator, Estimator, PhiEstimator
 from sparsekv.core.prefill import SparsePrompts
+from sparsekv.core.regions import TailRule
 from sparsekv.core.registry import NONE, SELECTOR_ROWS, default_selector
 from sparsekv.core.selectors import SELECTORS, Selector
 from sparsekv.core.selectors.base import ReadsPrompts
+from sparsekv.runtime.break_even import DenseRule, Shape, Times, dense_rule, shortest, times_of
 from sparsekv.runtime.config import SparseConfig
-from sparsekv.runtime.crossing import DenseRule, Shape, Times, dense_rule, shortest, times_of
 from sparsekv.runtime.hf.cache import SparseCache, SparseLayer
-from sparsekv.runtime.settings import LayerSetting
 from sparsekv.util.config import check_ranges, whole
 from sparsekv.util.errors import SparseKVError, check_choice
 
@@ -29,8 +29,8 @@ MOST_BUCKETS = 65536
 
 @dataclass(eq=False)
 class Decoding:
-    """How an attachment decodes: a selector and an estimator to copy for every layer, and what they share. Two are the
-    same only if they are one object."""
+    """The decoding of an attachment: a selector and an estimator to copy for every layer, and what they share. Two are
+    the same only if they are one object."""
 
     selector: Selector
     estimator: Estimator | None
@@ -42,8 +42,6 @@ class Decoding:
     placement: str
     dense_below: int | None
     dense_layers: frozenset[int]
-    layers: Mapping[int, LayerSetting] | None
-    """Budget and gates by layer, from a settings file."""
     kv_memory: float | str | None = None
     """What keys and values may take of the GPU's memory [GB], auto: what is free."""
     prompts: SparsePrompts | None = None
@@ -60,12 +58,17 @@ class Decoding:
     """The rule by which a cache was last decoded sparsely or not."""
 
     @property
+    def tails(self) -> TailRule:
+        """The rule by which the oldest tokens of a tail join the mid region."""
+        return TailRule(self.window_size, self.decode_window)
+
+    @property
     def by_cpu(self) -> bool:
-        """Whether the CPU attends to keys and values that lie in its memory; else the device does, which reads what is
-        selected there."""
+        """True where the CPU attends to keys and values that lie in its memory; else the device does, which reads what
+        is selected there."""
         return self.placement == "cpu" or self.selector.scores_keys
 
-    def short_until(self, key: Tensor, length: int, on_host: bool = False) -> int:
+    def dense_threshold(self, key: Tensor, length: int, on_host: bool = False) -> int:
         """The length below which a cache with such keys `[B, Hkv, N, d]` decodes with full attention [tokens]; of a
         cache of a `length` that is too short to be timed, the length from which it is. on_host: the keys lie in CPU
         memory, which a device attends to."""
@@ -94,19 +97,18 @@ class Decoding:
         return next((name for name, known in ESTIMATORS.items() if known is kind), kind.__name__)
 
     def why(self) -> str:
-        """Why caches decode sparsely from the length that they do."""
+        """Say why caches decode sparsely from the length that they do."""
         if self.first_sparse is None:
             return "no layer decodes sparsely"
         return "no cache was as long as the shortest that is timed" if self.rule is None else self.rule.why
 
     def selector_of(self, layer_idx: int, device: Any) -> Selector:
         """A fresh selector for a layer, what it was trained with on the device."""
-        budget = None if self.layers is None else self.layers[layer_idx].budget
         router = None if self.router is None else self._on("router", self.router, device)
-        return for_layer(self.selector, router, layer_idx, budget)
+        return for_layer(self.selector, router, layer_idx)
 
     def reader_of(self, layer_idx: int, device: Any) -> ReadsPrompts | None:
-        """Who reads the prompt of a layer; None: it is read densely."""
+        """Return the reader of a layer's prompt; None: it is read densely."""
         if self.prompts is not None:
             return self.prompts if layer_idx in self.prompt_layers else None
         if layer_idx in self.dense_layers:
@@ -119,15 +121,13 @@ class Decoding:
             return None if self.estimator is None else self.estimator.fork()
         key = "estimator", layer_idx, device
         if key not in self.placed:
-            maps = gated_maps(self.phi, layer_idx, self.layers)
+            maps = self.phi.layer(layer_idx)
             self.placed[key] = None if maps is None else PhiEstimator(maps.run_on(device))
-        made: Estimator | None = self.placed[key]
-        return None if made is None else made.fork()
+        estimator: Estimator | None = self.placed[key]
+        return None if estimator is None else estimator.fork()
 
     def spend(self, budget: int | float) -> None:
         """Another budget for the layers that begin from here on. Raises SparseKVError."""
-        if self.layers is not None:
-            raise SparseKVError("a settings file gives every layer its own budget; attach without one to change it")
         chosen = copy.copy(self.selector)
         chosen.token_budget = budget
         chosen.validate()
@@ -141,13 +141,11 @@ class Decoding:
 
 def make_decoding(
     model: nn.Module, modules: dict[int, nn.Module], config: SparseConfig, *, router: RouterArtifact | None,
-    phi: PhiArtifact | None, layers: Mapping[int, LayerSetting] | None = None,
+    phi: PhiArtifact | None,
 ) -> Decoding:
-    """Build the decoding of a model. router, phi: loaded, in place of the config's; layers: a settings file's. Raises
-    SparseKVError for what cannot work."""
+    """Build the decoding of a model. router, phi: loaded, in place of the config's. Raises SparseKVError for what
+    cannot work."""
     eligible = _eligible(model, modules)
-    if layers is not None:
-        config = replace(config, token_budget=max((s.budget for s in layers.values()), default=0.0))
     chosen = choose_selector(config, router)
     for artifact in (router, phi):
         if artifact is not None:
@@ -162,14 +160,13 @@ def make_decoding(
     dense = set(range(len(modules))) - eligible | dense_by_number(config.dense_layers, max(modules) + 1)
     prompts, prompt_layers = config.prompts(), frozenset(eligible - dense)
     trained = router if chosen.is_trained() else None
-    dense |= {i for i in eligible if not chosen.serves(i) or (layers is not None and i not in layers)
-              or (trained is not None and trained.layer(i) is None)}
+    dense |= {i for i in eligible if not chosen.serves(i) or (trained is not None and trained.layer(i) is None)}
     if getattr(chosen, "extrapolate", False) and (estimator is not None or phi is not None):
         raise SparseKVError("extrapolate gives keys contiguous positions, and a completion estimates keys at their "
                             "own; leave out the completion (completion='none')")
     shape: Any = next(iter(modules.values())).config
     return Decoding(chosen, estimator, trained, phi, sink, window, config.decode_window, config.placement,
-                    config.dense_below, frozenset(dense), layers, config.kv_memory, prompts, prompt_layers,
+                    config.dense_below, frozenset(dense), config.kv_memory, prompts, prompt_layers,
                     shape.num_attention_heads, min(eligible - dense, default=None))
 
 
@@ -179,57 +176,46 @@ def choose_selector(config: SparseConfig, router: RouterArtifact | None) -> Sele
     config.check()
     given = config.selector_options()
     if isinstance(config.selector, Selector):
-        made = copy.copy(config.selector)
+        selector = copy.copy(config.selector)
     else:
         name = config.selector or _default(router, given)
         check_choice("selector", name, sorted(SELECTORS))
-        made = SELECTORS[name]()
-    names = made.option_names()
+        selector = SELECTORS[name]()
+    names = selector.option_names()
     for key, value in given.items():
         if key not in names:
-            raise SparseKVError(f"selector {made.name} has no option {key!r}; its options are {', '.join(names)}")
-        setattr(made, key, value)
-    if made.is_trained() and router is not None:
-        made = for_layer(made, router, router.config.layers[0])
-        if made.name == "sketch" and router.sketch is None:
+            raise SparseKVError(f"selector {selector.name} has no option {key!r}; its options are {', '.join(names)}")
+        setattr(selector, key, value)
+    if selector.is_trained() and router is not None:
+        selector = for_layer(selector, router, router.config.layers[0])
+        if selector.name == "sketch" and router.sketch is None:
             warnings.warn("this router was trained without sketches and decodes by buckets alone; train it again for "
                           "selector sketch", stacklevel=2)
-    check_ranges(made, lambda option: f"{option} of selector {made.name}", least=0)
-    made.validate()
-    if (config.placement == "offload" or config.kv_memory is not None) and made.scores_keys:
-        raise SparseKVError(f"selector {made.name} scores keys at every step, which lie in CPU memory under "
+    check_ranges(selector, lambda option: f"{option} of selector {selector.name}", least=0)
+    selector.validate()
+    if (config.placement == "offload" or config.kv_memory is not None) and selector.scores_keys:
+        raise SparseKVError(f"selector {selector.name} scores keys at every step, which lie in CPU memory under "
                             "placement offload or beyond kv_memory; use placement='cpu', or a selector with an index "
                             "such as router")
     if config.placement != "gpu" and config.kv_memory is not None:
         raise SparseKVError(f"kv_memory says how much may lie on the GPU, and placement={config.placement!r} keeps "
                             "keys and values in CPU memory; give one of them")
-    if config.prompts() is not None and made.reader(0, 0) is not None:
-        raise SparseKVError(f"selector {made.name} reads prompts itself with prefill_chunk, and prefill='sparse' "
+    if config.prompts() is not None and selector.reader(0, 0) is not None:
+        raise SparseKVError(f"selector {selector.name} reads prompts itself with prefill_chunk, and prefill='sparse' "
                             "reads them by blocks; leave one of them out")
-    return made
+    return selector
 
 
-def for_layer(selector: Selector, router: RouterArtifact | None, layer_idx: int,
-              budget: int | float | None = None) -> Selector:
-    """A fresh selector of a layer, with what it is trained with there, and with a budget of its own if given."""
-    made = copy.copy(selector)
-    if router is not None and made.is_trained():
-        made.layer = router.layer(layer_idx)  # type: ignore[attr-defined]
-    if budget is not None:
-        made.token_budget = budget
-    return made
-
-
-def gated_maps(
-    phi: PhiArtifact, layer_idx: int, layers: Mapping[int, LayerSetting] | None,
-) -> PhiLayer | None:
-    """The maps of a layer, with the gates of a settings file if there is one; None where it is not completed."""
-    gate = None if layers is None else layers[layer_idx].gate
-    return None if layers is not None and gate is None else phi.layer(layer_idx, gate)
+def for_layer(selector: Selector, router: RouterArtifact | None, layer_idx: int) -> Selector:
+    """Copy a selector for a layer, with what it is trained with there."""
+    own = copy.copy(selector)
+    if router is not None and own.is_trained():
+        own.layer = router.layer(layer_idx)  # type: ignore[attr-defined]
+    return own
 
 
 def untrained(selector: Selector) -> bool:
-    """Whether it decodes by what is fitted to the request where nothing was trained for it."""
+    """Return whether a selector decodes by what is fitted to the request where nothing was trained for it."""
     row = SELECTOR_ROWS.get(selector.name)
     return row is not None and row.untrained
 

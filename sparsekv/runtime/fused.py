@@ -32,8 +32,8 @@ QUERIES, GATES = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 
 
 class Fused:
-    """What of a model runs by a kernel; `known` from its first pass on: the kernel in place of the model's code by
-    what it is called with, None: the model's own stays."""
+    """The parts of a model that run by a kernel; `known` from its first pass on: the kernel in place of the model's
+    code by what it is called with, None: the model's own stays."""
 
     def __init__(self, model: nn.Module, attention: Any):
         self.norms = [m for m in model.modules() if type(m).__name__.endswith("RMSNorm") and _eps(m) is not None
@@ -57,15 +57,15 @@ class Fused:
         """Of transformers, which has the models' rotation."""
 
     def enter(self) -> None:
-        """For the time of an attachment: the rotation of the model's module, which is a function and no module."""
+        """Replace the rotation of the model's module, a function and no module, for the time of an attachment."""
         process.replace(self._module, ROTATION, _asking_the_plan, self)
 
     def leave(self) -> None:
-        """That function as it was; any number of times."""
+        """Give that function back; any number of times."""
         process.give_back(self._module, ROTATION, self)
 
     def put(self) -> None:
-        """For the time of a pass."""
+        """Replace the modules for the time of a pass."""
         if not self.used:
             return
         calls: list[tuple[Any, Callable[..., Any]]] = [
@@ -92,9 +92,9 @@ class Fused:
     def loads(self, rows: int) -> dict[Any, Callable[[], Any]]:
         """Warm-up calls of a pass of one token with so many rows, keyed by kernel specialisation; none if asked for
         before."""
-        found: dict[Any, Callable[[], Any]] = {}
+        calls: dict[Any, Callable[[], Any]] = {}
         if not self.used or rows in self._loaded:
-            return found
+            return calls
         self._loaded.add(rows)
         groups: list[tuple[Callable[..., Any], list[Any]]] = [(few_products, [m]) for m in self.products]
         groups += [(few_products, _parts(m, QUERIES)) for m in self.attentions]
@@ -102,15 +102,15 @@ class Fused:
         for kernel, parts in groups:
             if all(type(p) is nn.Linear for p in parts):
                 key = _key(kernel, parts, rows)
-                x = parts[0].weight.new_zeros(rows, parts[0].in_features) if key not in found else None
+                x = parts[0].weight.new_zeros(rows, parts[0].in_features) if key not in calls else None
                 if x is not None and _fit(parts, x):
-                    found[key] = functools.partial(kernel, parts, x)
+                    calls[key] = functools.partial(kernel, parts, x)
         for norm in self.norms:
-            found.setdefault((type(norm), norm.weight.dtype, norm.weight.shape), functools.partial(_norms, norm, rows))
+            calls.setdefault((type(norm), norm.weight.dtype, norm.weight.shape), functools.partial(_norms, norm, rows))
         for mlp in self.gates:
             weight: Tensor = mlp.gate_proj.weight  # type: ignore[union-attr, assignment]
-            found.setdefault((type(mlp), weight.dtype, weight.shape), functools.partial(_silu, weight, rows))
-        return found
+            calls.setdefault((type(mlp), weight.dtype, weight.shape), functools.partial(_silu, weight, rows))
+        return calls
 
     def _norm(self, norm: Any, x: Tensor) -> Tensor:
         def called(how: dict[str, Any], x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -145,7 +145,7 @@ class Fused:
         return query
 
     def _handed(self, linear: Any, x: Tensor) -> Tensor:
-        """What is held for a linear layer and these rows, else its own product."""
+        """Return what is held for a linear layer and these rows, else its own product."""
         rows, held = self._held.pop(id(linear), (None, None))
         return held if held is not None and rows is x else _own([linear], x)[0]
 
@@ -205,7 +205,7 @@ def few_products(parts: list[Any], x: Tensor) -> tuple[Tensor, ...]:
 
 
 def few_gated(parts: list[Any], x: Tensor) -> Tensor:
-    """What the gate of an MLP makes of its two linear layers' products."""
+    """Apply the gate of an MLP to its two linear layers' products."""
     return few_rows_gated(x, [p.weight for p in parts], [p.bias for p in parts])
 
 
@@ -222,7 +222,7 @@ def _asking_the_plan(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_gated(mlp: Any) -> bool:
-    """Whether this is an MLP whose gate is a SiLU, as the models of transformers name its parts."""
+    """Return whether this is an MLP whose gate is a SiLU, as the models of transformers name its parts."""
     parts = [getattr(mlp, n, None) for n in ("gate_proj", "up_proj", "down_proj")]
     return all(isinstance(p, nn.Linear) for p in parts) and "SiLU" in type(getattr(mlp, "act_fn", None)).__name__
 
@@ -237,13 +237,13 @@ def _own(parts: list[Any], x: Tensor) -> tuple[Tensor, ...]:
 
 
 def _fit(parts: list[Any], x: Tensor) -> bool:
-    """Whether these are linear layers of torch's own class and plain weights, and the rows are few."""
+    """Return whether these are linear layers of torch's own class and plain weights, and the rows are few."""
     return all(type(p) is nn.Linear and type(p.weight) is nn.Parameter for p in parts) and fits_few_rows(
         x, [p.weight for p in parts], [p.bias for p in parts])
 
 
 def _key(kernel: Callable[..., Any], parts: list[Any], rows: int) -> tuple[Any, ...]:
-    """All that the result and the time of such a launch depend on."""
+    """Name all that the result and the time of such a launch depend on."""
     first = parts[0]
     return (kernel, first.weight.dtype, rows, first.in_features, tuple(p.out_features for p in parts),
             first.bias is not None, first.weight.device)
@@ -260,9 +260,9 @@ def _eps(norm: Any) -> float | None:
 
 
 @torch.no_grad()
-def _apart(found: Any, wanted: Any) -> float:
+def _apart(result: Any, wanted: Any) -> float:
     """The largest difference as a share of the largest number; of other shapes or types infinite."""
-    pairs = list(zip(found, wanted, strict=True)) if isinstance(wanted, tuple) else [(found, wanted)]
+    pairs = list(zip(result, wanted, strict=True)) if isinstance(wanted, tuple) else [(result, wanted)]
     if any(a.shape != b.shape or a.dtype != b.dtype for a, b in pairs):
         return float("inf")
     return max(float((a - b).abs().max() / b.abs().max().clamp(min=torch.finfo(b.dtype).tiny)) for a, b in pairs)

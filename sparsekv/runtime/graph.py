@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 import time
 import traceback
 import warnings
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from sparsekv.core.streams import record
 from sparsekv.runtime.plan import Plan
 from sparsekv.util.errors import SparseKVError, first_line
 
@@ -19,8 +18,16 @@ PACKAGES = ("torch", "triton", "transformers", "transformers_modules", "sparsekv
 
 
 def take_step(plan: Plan, ids: Tensor, positions: Tensor | None) -> Tensor:
-    """One token of every row: ids, positions `[B, 1]`, None: the next of the cache. Returns logits `[B, 1, V]`,
-    overwritten by the next step. On a CUDA device a plan is captured once nothing is moved between its steps."""
+    """Take a step of one token of every row. On a CUDA device a plan is captured once nothing is moved between steps.
+
+    Args:
+        plan: of all layers.
+        ids: `[B, 1]`.
+        positions: `[B, 1]`; None: the next of the cache.
+
+    Returns:
+        Logits `[B, 1, V]`, overwritten by the next step.
+    """
     plan.begin(ids, positions)
     if plan.graph is not None:
         plan.graph.replay()
@@ -39,7 +46,7 @@ def _capture(plan: Plan) -> Tensor:
     with torch.cuda.stream(stream):
         answer = plan.run()
         try:
-            graph, logits = _graph_of(plan)
+            graph, logits = record(lambda: plan.run(captured=True))
         except Exception as error:  # whatever the driver raises; this step's answer is there
             if raised_by_user(error):
                 raise
@@ -55,27 +62,12 @@ def _capture(plan: Plan) -> Tensor:
     return logits
 
 
-def _graph_of(plan: Plan) -> tuple[Any, Tensor]:
-    """A pass as a graph, and where its logits will be."""
-    graph, collecting = torch.cuda.CUDAGraph(), gc.isenabled()
-    gc.disable()  # what is freed inside a capture must be its own
-    try:
-        graph.capture_begin(capture_error_mode="thread_local")
-        try:
-            return graph, plan.run(captured=True)
-        finally:
-            graph.capture_end()
-    finally:
-        if collecting:
-            gc.enable()
-
-
 def raised_by_user(error: BaseException) -> bool:
-    """Whether somebody wanted to stop a step with it: an error of a class of their own, or one of Python's raised in
-    code of their own, a signal handler's too. Torch's errors, such as of what a capture does not permit, are failures
-    of the step, wherever they are raised."""
+    """Return whether somebody wanted to stop a step with an error: an error of a class of their own, or one of Python's
+    raised in code of their own, a signal handler's too. Torch's errors, such as of what a capture does not permit, are
+    failures of the step, wherever they are raised."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    place, kind = ((frames[-1].f_globals.get("__name__") or "") if frames else "torch"), type(error).__module__
+    module, kind = ((frames[-1].f_globals.get("__name__") or "") if frames else "torch"), type(error).__module__
     if isinstance(error, SparseKVError | OSError):
         return True
-    return (place if kind == "builtins" else kind).partition(".")[0] not in PACKAGES
+    return (module if kind == "builtins" else kind).partition(".")[0] not in PACKAGES

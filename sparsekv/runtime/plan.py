@@ -20,19 +20,21 @@ from sparsekv.core.rope import LayerRope
 from sparsekv.core.step import LayerState, sparse_step
 from sparsekv.kernels import add_sinks, append_token, decode_attention, dense_attention
 from sparsekv.runtime.counters import Counters
-from sparsekv.runtime.hf.cache import GrowingRope, SparseCache
+from sparsekv.runtime.hf.cache import SparseCache
 from sparsekv.runtime.hf.model_pass import Layers
 from sparsekv.runtime.hf.offload import HostView
 from sparsekv.runtime.hf.sliding import SlidingLayer
+from sparsekv.runtime.hf.storage import GrowingRope
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How steps are run; none of it changes what a step of one token reads.
+    """The way that steps are run; none of it changes what a step of one token reads.
 
     replays: steps of one token are planned for all layers, on a CUDA device as a graph that is replayed.
     sparse_chunks: chunks of several tokens after the prefill are decoded sparsely too, each query on its own.
-    compares: full attention runs beside every sparse step, and the report has the relative error."""
+    compares: full attention runs beside every sparse step, and the report has the relative error.
+    """
 
     replays: bool = True
     sparse_chunks: bool = False
@@ -60,7 +62,7 @@ class Plan:
         first: Any = cache.first
         self.parts: list[Any] = [first, *[layer for layer in self.stores if isinstance(layer, SlidingLayer)][:1]]
         """A layer of either kind, with full attention and with a window, whose storage stands for that of all."""
-        self.starts, self.device, self.heads_kv = starts, first.device, first.keys.shape[1]
+        self.starts, self.device = starts, first.device
         self.length = first.get_seq_length()
         self.capacity = min([layer.room for layer in self.stores] + [r.room for r, _ in ropes.values()])
         ends = [self.capacity, *(s.room for s in states if s is not None),
@@ -90,19 +92,20 @@ class Plan:
         self.real = (torch.arange(self.capacity, device=device) >= starts[:, None]) if (
             device.type != "cuda" and bool(starts.any())) else None
         """Tokens of the storage that are no padding, where full attention needs to know."""
-        self.more = torch.stack([self._more(s, rows) for s in states if s is not None] or [self.lengths])
+        self.more = torch.stack([extra_tokens(s.view, s.selector, s.estimator) for s in states if s is not None]
+                                or [self.lengths])
         self.logits: Tensor | None = None
         self.graph: Any = None
         self._read: list[tuple[Queries, Selection]] = []
         self._next = 0
 
     def fits(self, cache: SparseCache) -> bool:
-        """Whether nothing happened to the cache since the last step, and this one still serves."""
+        """Return whether nothing happened to the cache since the last step, and this one still serves."""
         return (cache.first is self.parts[0] and cache.first.get_seq_length() == self.length < self.end
                 and all(x.room > 0 and x.data is data for x, data in zip(self.parts, self.data, strict=True)))
 
     def begin(self, ids: Tensor, positions: Tensor | None) -> None:
-        """What the next step is of: ids, positions `[B, 1]`, None: the next of the cache; where a model has several
+        """Set the next step: ids, positions `[B, 1]`, None: the next of the cache; where a model has several
         `[n, B, 1]` (M-RoPE) those of a token of text are alike, and the last are taken."""
         self.ids.copy_(ids)
         if positions is not None and positions.dim() == 3:
@@ -171,7 +174,7 @@ class Plan:
             rope.write(how.table(tables[0]), how.table(tables[1]), self.lengths)
 
     def _slots(self, window: tuple[int, int] | None) -> tuple[Tensor, Tensor]:
-        """From and to which slot a step sees the storage of a layer, `[B]` each, counted on the device."""
+        """Count from and to which slot a step sees the storage of a layer, `[B]` each, counted on the device."""
         if window is None:
             return self.starts, self.lengths
         tokens, offset = window
@@ -184,10 +187,10 @@ class Plan:
             out, lse = decode_attention(query[:, :, 0], keys, values, *self.seen[window], scale=scale)
             return (out if sinks is None else add_sinks(out, lse, sinks)[0])[:, None]
         tokens, offset = window or (self.length + 1, 0)
-        places = slice(max(offset, self.length + 1 - tokens), self.length + 1)
-        slots = slice(places.start - offset, places.stop - offset)
+        span = slice(max(offset, self.length + 1 - tokens), self.length + 1)
+        slots = slice(span.start - offset, span.stop - offset)
         return dense_attention(query, keys[:, :, slots], values[:, :, slots], scale=scale,
-                               key_mask=None if self.real is None else self.real[:, places],
+                               key_mask=None if self.real is None else self.real[:, span],
                                sinks=sinks).transpose(1, 2)
 
     def _whole(self, state: LayerState) -> Any:
@@ -201,8 +204,3 @@ class Plan:
         if any(view.rope is table for table, _ in self.ropes.values()):
             view.rope = view.rope.whole()
         return view
-
-    def _more(self, state: LayerState, rows: int) -> Tensor:
-        """What chooses and completes, in tokens of the layer, `[B]` float64."""
-        cost = extra_tokens(state.view, state.selector, state.estimator)
-        return torch.as_tensor(cost, dtype=torch.float64, device=self.device).expand(rows).clone()

@@ -1,8 +1,8 @@
 """What the process keeps beside the objects of a call, and nothing else of the runtime but what was timed and loaded
-once: times of steps (`crossing.py`, `timing.py`), loaded kernels (`warm.py`), and of the engine that a process serves
+once: times (`timing.py`), loaded kernels (`warm.py`), and of the engine that a process serves
 its settings, sizes and graphs (`vllm/parts.py`, `vllm/summaries.py`, `vllm/graphs.py`).
 
-Of a model, for as long as it lives: who is attached to it, since a second attachment knows nothing of the first. Of a
+Of a model: who is attached to it, since a second attachment knows nothing of the first. Of a
 thread: which attention comes next, since transformers hands an attention function its tensors and no cache. Of
 somebody else's module: functions that are replaced while a model is attached to.
 """
@@ -21,16 +21,9 @@ import torch
 from torch import nn
 
 
-@dataclass
-class ModelRecord:
-    """Of one model. seat: what it carries while attached (`hooks.Seat`)."""
-
-    seat: Any = None
-
-
 class ThreadContext(threading.local):
-    """What this thread is doing. plan: the plan that runs; passing: the seat whose pass runs; seen: attention module
-    whose forward has begun, the model's seat, and the cache of the pass; reached: layers whose attention was
+    """The work of this thread. plan: the plan that runs; passing: the model (`AttachedModel`) whose pass runs; seen:
+    attention module whose forward has begun, its model, and the cache of the pass; reached: layers whose attention was
     sparsekv's in the pass; answer: what `model.generate` writes."""
 
     plan: Any = None
@@ -50,55 +43,56 @@ class Replaced:
 
 
 NOW = ThreadContext()
-_MODELS: weakref.WeakKeyDictionary[nn.Module, ModelRecord] = weakref.WeakKeyDictionary()
+_MODELS: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+"""Models that are attached to -> what each carries (`hf/attached.py: AttachedModel`)."""
 _REPLACED: dict[tuple[str, str], Replaced] = {}
 _GATE = threading.RLock()
 
 
-def known(model: nn.Module) -> ModelRecord:
-    """What is known of a model."""
+def attached(model: nn.Module, make: Callable[[], Any] | None = None) -> Any:
+    """Return what a model that is attached to carries; None where it is not, or what `make` makes, from then on."""
     with _GATE:
-        return _MODELS.setdefault(model, ModelRecord())
+        if make is not None and model not in _MODELS:
+            _MODELS[model] = make()
+        return _MODELS.get(model)
 
 
-def seat_for(model: nn.Module, make: Callable[[], Any]) -> Any:
-    """The model's seat, made where it has none."""
+def detached(model: nn.Module, carried: Any) -> None:
+    """Forget a model that all have left; any number of times."""
     with _GATE:
-        about = known(model)
-        if about.seat is None:
-            about.seat = make()
-        return about.seat
+        if _MODELS.get(model) is carried:
+            del _MODELS[model]
 
 
-def seats() -> list[Any]:
-    """Of all models that are attached to."""
+def attached_models() -> list[Any]:
+    """Return what all models that are attached to carry."""
     with _GATE:
-        return [k.seat for k in _MODELS.values() if k.seat is not None]
+        return list(_MODELS.values())
 
 
 def replace(module: Any, name: str, make: Callable[[Any], Any], user: object) -> None:
     """Put `make(own)` in the place of a module's function for as long as it has users; nothing where it has none of
     that name."""
     with _GATE:
-        own, place = getattr(module, name, None), (module.__name__, name)
+        own, key = getattr(module, name, None), (module.__name__, name)
         if own is None:
             return
-        _REPLACED.setdefault(place, Replaced(own, make(own))).users.add(id(user))
-        setattr(module, name, _REPLACED[place].ours)
+        _REPLACED.setdefault(key, Replaced(own, make(own))).users.add(id(user))
+        setattr(module, name, _REPLACED[key].ours)
 
 
 def give_back(module: Any, name: str, user: object) -> None:
     """The module's own function again, when its last user leaves; any number of times."""
     with _GATE:
-        place = module.__name__, name
-        replaced = _REPLACED.get(place)
+        key = module.__name__, name
+        replaced = _REPLACED.get(key)
         if replaced is None:
             return
         replaced.users.discard(id(user))
         if not replaced.users:
             if getattr(module, name, None) is replaced.ours:
                 setattr(module, name, replaced.own)
-            del _REPLACED[place]
+            del _REPLACED[key]
 
 
 @contextlib.contextmanager
@@ -117,11 +111,11 @@ def usual_defaults() -> Iterator[None]:
 
 
 def _forked() -> None:
-    """In a child of `fork`, where the threads that held locks are gone: locks are new, and who was attached is."""
+    """Make locks anew in a child of `fork`, where the threads that held them are gone; what was attached stays."""
     global _GATE
     _GATE = threading.RLock()
-    for seat in seats():
-        seat.lock, seat.thread = threading.RLock(), threading.get_ident()
+    for carried in attached_models():
+        carried.lock, carried.thread = threading.RLock(), threading.get_ident()
     NOW.plan = NOW.passing = NOW.seen = NOW.answer = None
 
 

@@ -5,17 +5,17 @@ it is timed again."""
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 import sparsekv
+from sparsekv.core.streams import record
 from sparsekv.util.errors import SparseKVError
 from sparsekv.util.records import write_json
 
@@ -25,61 +25,67 @@ Read, not written: a cache full of what was written makes a call wait until that
 call itself reads."""
 
 
-class Kept(NamedTuple):
-    """What was timed of a subject, by all that it depends on, in words."""
+class Kept:
+    """Times of a subject, by all that they depend on, in words: for this process, and in a JSON file of the user's
+    cache folder. read: makes what is used of what the file has; None for what something else wrote."""
 
-    name: str
+    def __init__(self, name: str, read: Callable[[Any], Any]):
+        self.name, self.read = name, read
+        self.known: dict[str, Any] = {}
 
     def file(self) -> Path:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sparsekv" / self.name
 
-    def get(self, key: str) -> Any:
-        """What is kept, whatever wrote it; None where nothing is."""
-        return self._read().get(key)
+    def get(self, key: str, take: Callable[[], Any]) -> Any:
+        """Return what is known of a key, else what `take` times."""
+        if key not in self.known:
+            times = self.read(self._entries().get(key))
+            if times is None:
+                times = take()
+                self._put(key, times)
+            self.known[key] = times
+        return self.known[key]
 
-    def put(self, key: str, value: Any) -> None:
+    def _put(self, key: str, value: Any) -> None:
         with contextlib.suppress(OSError, RuntimeError, SparseKVError):
-            place = self.file()
-            place.parent.mkdir(parents=True, exist_ok=True)
-            write_json(place, {**self._read(), key: value})
+            self.file().parent.mkdir(parents=True, exist_ok=True)
+            write_json(self.file(), {**self._entries(), key: value})
 
-    def _read(self) -> dict[str, Any]:
+    def _entries(self) -> dict[str, Any]:
         try:
-            found = json.loads(self.file().read_text(encoding="utf-8"))
+            entries = json.loads(self.file().read_text(encoding="utf-8"))
         except (OSError, ValueError, RuntimeError):  # no home is a RuntimeError
             return {}
-        return found if isinstance(found, dict) else {}
+        return entries if isinstance(entries, dict) else {}
 
 
-PRODUCTS = Kept("products.json")
-_QUICKER: dict[str, bool] = {}
-"""What `quicker` said in this process."""
+def _pair(entry: Any) -> list[float] | None:
+    """Two times as they are kept; None for anything else."""
+    return entry if isinstance(entry, list) and len(entry) == 2 and all(isinstance(x, float) for x in entry) else None
+
+
+PRODUCTS = Kept("products.json", _pair)
 
 
 def device_words(device: torch.device) -> str:
-    """What every time depends on."""
+    """Name what every time depends on."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else (
         f"cpu with {torch.get_num_threads()} threads")
     return f"sparsekv {sparsekv.__version__}, torch {torch.__version__}, {name}"
 
 
 def quicker(key: str, ours: Callable[[], Any], own: Callable[[], Any], device: torch.device) -> bool:
-    """Whether the kernels of `ours` take less time than those of `own`; kept in `products.json` by key. Where there is
-    no memory to time them, not."""
-    if key not in _QUICKER:
-        times = PRODUCTS.get(key)
-        if not (isinstance(times, list) and len(times) == 2 and all(isinstance(x, float) for x in times)):
-            try:
-                times = [microseconds(work, device, True) for work in (ours, own)]
-            except torch.OutOfMemoryError:
-                return False
-            PRODUCTS.put(key, times)
-        _QUICKER[key] = times[0] < times[1]
-    return _QUICKER[key]
+    """Return whether the kernels of `ours` take less time than those of `own`; kept in `products.json` by key. Where
+    there is no memory to time them, not."""
+    try:
+        times = PRODUCTS.get(key, lambda: [microseconds(work, device, True) for work in (ours, own)])
+    except torch.OutOfMemoryError:
+        return False
+    return bool(times[0] < times[1])
 
 
 def microseconds(work: Callable[[], Any], device: torch.device, captured: bool) -> float:
-    """Of a call of `work`, median of some runs, on a CUDA device with cold caches; captured: as the kernels of a CUDA
+    """Time a call of `work`: median of some runs, on a CUDA device with cold caches; captured: as the kernels of a CUDA
     graph, without what the host does between them."""
     work()
     if device.type != "cuda":
@@ -98,19 +104,11 @@ def _run_of(work: Callable[[], Any], device: torch.device, captured: bool) -> Ca
 
     if not captured:
         return calls
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
+    stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         work()
-        collecting = gc.isenabled()
-        gc.disable()  # what is freed inside a capture must be its own
-        graph.capture_begin(capture_error_mode="thread_local")
-        try:
-            calls()
-        finally:
-            graph.capture_end()
-            if collecting:
-                gc.enable()
+        graph, _ = record(calls)
     torch.cuda.current_stream(device).wait_stream(stream)
     return graph.replay
 

@@ -1,31 +1,31 @@
-"""Kernels are loaded, and compiled where the machine has not yet, while a prompt is read: a step on a made-up layer,
-its parts in threads of their own. Maps of estimators are copied to the device beside it too. What needs them waits for
+"""Kernels are loaded, and compiled where the machine has not yet, while a prompt is read: a step on a made-up layer, in
+a thread of its own. Maps of estimators are copied to the device beside it too. What needs them waits for
 them. Triton keeps on disk what it has compiled."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from sparsekv.core.estimators import Estimator
-from sparsekv.core.layer import CacheLayer, Queries, Selection
-from sparsekv.core.selectors.base import Selector, Spends
+from sparsekv.core.layer import LayerView, Queries
+from sparsekv.core.selectors import Selector
 from sparsekv.core.step import build, sparse_step
 from sparsekv.kernels import append_token, rotate_pair
-from sparsekv.runtime.crossing import Shape, full_step, key_of, made_up
+from sparsekv.runtime.break_even import Shape, full_step, key_of, made_up
 from sparsekv.util.memory import free_memory
 
 LONGEST, ROWS = 131_072, 16
 """Of the layer, whose length is the prompt's: tokens of all its rows at most, since longer lists take other kernels;
 and rows at most, as many as take the form of φ's query side for several rows."""
 _WARM: set[Any] = set()
-"""What was loaded in this process: steps by `crossing.key_of`, products by `fused.Fused.loads`."""
+"""What was loaded in this process: steps by `break_even.key_of`, products by `fused.Fused.loads`."""
 
 
 class Warming:
@@ -60,7 +60,7 @@ class Warming:
             return
         _WARM.add(key)
         length = min(length, max(_longest(shape), 4 * (sinks + window)))
-        for part in parts(selector, estimator):
+        for part in (functools.partial(one_step, selector, estimator), full_step):
             thread = threading.Thread(target=_tried, args=(part, shape, sinks, window, length), daemon=True)
             thread.start()
             self._threads.append(thread)
@@ -75,7 +75,7 @@ class Warming:
                 self._threads.append(thread)
 
     def wait(self) -> None:
-        """Until all is loaded."""
+        """Wait until all is loaded."""
         for thread in self._threads:
             thread.join()
         for copy in self._copies:
@@ -92,32 +92,11 @@ def _longest(shape: Shape) -> int:
     return most
 
 
-@dataclass(eq=False)
-class Listed(Selector):
-    """The same tokens for every query: what is selected in a step that only loads kernels."""
-
-    name: ClassVar[str] = "listed"
-    spends: ClassVar[Spends] = Spends.NOTHING
-
-    def select(self, view: CacheLayer, queries: Queries) -> Selection:
-        tokens = torch.arange(64, dtype=torch.int32, device=view.device) + view.regions.sinks
-        return Selection(tokens=tokens.expand(len(queries.lengths), view.num_kv_heads, -1).contiguous())
-
-
-def parts(selector: Selector, estimator: Estimator | None) -> list[Callable[..., Any]]:
-    """Functions of a layer and its query that load a step's kernels, each by itself: a selection, a step of tokens that
-    need no selecting, and full attention."""
-    def selected(view: CacheLayer, queries: Queries) -> None:
-        own = selector.fork()
-        build(view, own, None)
-        own.select(view, queries)
-
-    def stepped(view: CacheLayer, queries: Queries) -> None:
-        own, listed = None if estimator is None else estimator.fork(), Listed()
-        build(view, listed, own)
-        sparse_step(view, queries, listed, own)
-
-    return [selected, stepped, full_step]
+def one_step(selector: Selector, estimator: Estimator | None, view: LayerView, queries: Queries) -> None:
+    """Build forks of both over a layer, and take a step."""
+    selector, estimator = selector.fork(), None if estimator is None else estimator.fork()
+    build(view, selector, estimator)
+    sparse_step(view, queries, selector, estimator)
 
 
 def full_token(shape: Shape) -> None:

@@ -34,6 +34,7 @@ from sparsekv.trainers.task import Task, by_head
 from sparsekv.trainers.work import Run
 from sparsekv.util.config import MOST_STEPS, option
 from sparsekv.util.errors import SparseKVError, check_choice
+from sparsekv.util.progress import progress
 
 WATCHED_WINDOWS = 2
 WINDOWS = 2
@@ -166,7 +167,8 @@ def _train(
                 recipe.max_steps, recipe.lr)
         maps = task.maps().map(Tensor.detach)
         del pool, task
-        card = calibrate(validating, maps, capped=recipe.calibrate, shifts=SHIFTS if recipe.calibrate else (0.0,))
+        with progress("calibrate φ on held-out windows"):
+            card = calibrate(validating, maps, capped=recipe.calibrate, shifts=SHIFTS if recipe.calibrate else (0.0,))
         run.keep(parts, maps.named() | {f"card.{k}": v for k, v in card.items()})
     made: list[PhiArtifact] = []
 

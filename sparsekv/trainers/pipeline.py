@@ -31,7 +31,7 @@ MARKER = "train.json"
 CAPTURE, ROUTER, PHI, QUALITY = "capture", "router", "phi", "quality"
 CELLS = "cells-*.jsonl"
 """What a quality card that was interrupted has finished."""
-PAGE = ("README.md", "quality.json", "quality.png")
+PAGE = ("README.md", "quality.json", "quality.png", "report.html")
 FREE = ("output", "device", "dry_run", "overwrite")
 """Options that change where a training runs, not what it makes."""
 TOKENS, LEAST_WINDOWS, ROOM = 24 * 16_384, 16, 100_000_000_000
@@ -69,7 +69,7 @@ class TrainConfig:
                         metavar="MODEL")
     corpus: str = option(help="The corpus: embedded, embedded-prose, a .txt, .md, .jsonl or .parquet file, a folder or "
                               "glob of them, or the name of a Hugging Face dataset.", argument=True, metavar="CORPUS")
-    output: str = option(help="Folder of the training: capture/, router/, phi/, quality.json and README.md.",
+    output: str = option(help="Folder of the training: capture/, router/, phi/, report.html, quality.json, README.md.",
                          names=("--output", "-o"))
     num_documents: int | None = option(None, help="Windows captured; without it those of 393,216 tokens, at least 16, "
                                                   "at most what 100 GB hold, and on a CPU 26 [windows].",
@@ -126,6 +126,7 @@ class Trained(NamedTuple):
         store = sum(f.stat().st_size for f in (self.path / CAPTURE).rglob("*.safetensors"))
         return (f"\n{self.router.summary()}\n{self.phi.summary()}\n\n{self.quality.text()}\n\n"
                 f'with sparsekv.attach(model, "{self.path}", {self.quality.recommended.arguments}):\n'
+                f"{self.path / 'report.html'} shows what it gains and loses\n"
                 f"sparsekv push {self.path} USER/NAME   pushes it; {self.path / CAPTURE} ({store / 1e9:.1f} GB) may go")
 
 
@@ -166,6 +167,7 @@ def _train(config: TrainConfig, plan: TrainingPlan, out: Path) -> Trained:
     from sparsekv.artifacts.phi import PhiArtifact
     from sparsekv.artifacts.router import RouterArtifact
     from sparsekv.capture.run import run_capture
+    from sparsekv.evaluation.text_quality import write_page
     from sparsekv.trainers.phi import PhiConfig, train_phi
     from sparsekv.trainers.router import RouterConfig, train_router
 
@@ -194,6 +196,7 @@ def _train(config: TrainConfig, plan: TrainingPlan, out: Path) -> Trained:
         begin(QUALITY)
         quality = read_quality(out) or _measure(config, plan, out)
     write_card(out, {"router": asdict(router.config), "phi": asdict(phi.config)}, nested=True, text=quality)
+    write_page(out, quality, config.model)
     return Trained(out, router, phi, quality)
 
 

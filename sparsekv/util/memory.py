@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import resource
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,14 @@ from sparsekv.util.errors import SparseKVError
 def memory_of(device: str) -> int:
     """All memory [bytes] of a device as torch names it: for `cpu` what of the machine's this process may take, for
     `balanced` that of all GPUs."""
+    import psutil
     import torch
 
     if device == "balanced":
         return sum(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count()))
     if device.startswith("cuda"):
         return int(torch.cuda.get_device_properties(torch.device(device)).total_memory)
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), resource.getrlimit(resource.RLIMIT_AS)[0]]
+    limits = [psutil.virtual_memory().total, resource.getrlimit(resource.RLIMIT_AS)[0]]
     with contextlib.suppress(OSError):  # a container's
         limits += [int(word) for word in Path("/sys/fs/cgroup/memory.max").read_text().split() if word.isdigit()]
     return min(limit for limit in limits if limit > 0)
@@ -37,10 +37,9 @@ def free_memory(device: Any) -> int:
 def free_host_memory() -> int:
     """Memory [bytes] of the machine that this process may still take: what the system calls available, or what its
     container has left."""
-    left = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")]
-    with contextlib.suppress(OSError):
-        words = Path("/proc/meminfo").read_text(encoding="ascii").split()
-        left = [1024 * int(words[words.index("MemAvailable:") + 1])]
+    import psutil
+
+    left = [psutil.virtual_memory().available]
     with contextlib.suppress(OSError, ValueError):
         most, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
         left.append(most - used)

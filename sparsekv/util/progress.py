@@ -1,85 +1,125 @@
-"""One progress bar a stage; the stages of a longer job as lines of one display."""
+"""One progress bar a stage, all of a command in one display; where standard error is no terminal, lines of text."""
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, TextIO
 
-_DISPLAY: ContextVar[Any] = ContextVar("display", default=None)
+if TYPE_CHECKING:
+    from rich.progress import Progress, Task
+
+_DISPLAY: ContextVar[Progress | None] = ContextVar("display", default=None)
+EVERY, GROWTH = 3.0, 0.02
+"""A line of text comes after so many seconds, and the next after as many, or after this share of the time so far."""
+_SPOKEN = [time.monotonic()]
+"""Time of the last line; at first that of the start."""
+SPEED_SECONDS = 600
+"""Time over which the rate is taken [s]: a window of a large model takes minutes."""
 
 
 @contextmanager
-def progress(description: str, total: int, unit: str = "steps") -> Iterator[Callable[..., None]]:
+def progress(
+    description: str, total: int | None = None, unit: str = "steps", every: float = EVERY,
+) -> Iterator[Callable[..., None]]:
     """Show one bar on standard error; yields `advance(n=1, note="")`.
 
-    `total` counts `unit` (for example "tokens", "steps", "heads"); the bar shows the rate in `unit`/s. Inside `stages`
-    it is a line of that display.
+    total counts `unit` (for example "tokens", "steps", "heads"); the bar shows the rate in `unit`/s. None: nobody knows
+    how long it takes; the bar goes when it is over. Within another bar it is a line of that display. every: seconds
+    between two lines where bars cannot be drawn.
     """
     with _display() as bar:
-        task = bar.add_task(description, total=total, note="", unit=unit)
+        name = bar.add_task(description, total=total, note="", unit=unit)
+        task, over, out = bar.tasks[-1], threading.Event(), sys.stderr
+        teller = threading.Thread(target=_tell, args=(bar, task, over, every, out), daemon=True)
 
         def advance(n: int = 1, note: str | None = None) -> None:
-            bar.update(task, advance=n)
+            bar.update(name, advance=n)
             if note is not None:
-                bar.update(task, note=note)
+                bar.update(name, note=note)
 
-        yield advance
-
-
-class Note:
-    """What `still` says beside its own words."""
-
-    text = ""
-
-
-@contextmanager
-def still(what: str, every: float = 4.0) -> Iterator[Note]:
-    """Say on standard error, every so many seconds, that something of unknown length goes on, and for how long; nothing
-    of what is over sooner."""
-    note, over, began = Note(), threading.Event(), time.monotonic()
-
-    def tell() -> None:
-        while not over.wait(every):
-            print(f"{what}{note.text}, {time.monotonic() - began:.0f} s", file=sys.stderr)
-
-    thread = threading.Thread(target=tell, daemon=True)
-    thread.start()
-    try:
-        yield note
-    finally:
-        over.set()
-        thread.join()
+        told = bar.disable and not _other_rank()
+        if told:
+            teller.start()
+        try:
+            yield advance
+        finally:
+            over.set()
+            if told:
+                teller.join()
+                if total is not None:
+                    print(_line(task), file=out)
+            if bar.disable or total is None:
+                bar.remove_task(name)
 
 
 @contextmanager
 def stages(name: str, parts: Sequence[str]) -> Iterator[Callable[[str], None]]:
-    """One display for a job of several parts, whose bars are lines of it below its own; yields `begin(part)`. Where
-    standard error is no terminal every part begins with a line, and bars stand by themselves."""
+    """A bar for a job of several parts, whose own bars are lines below it; yields `begin(part)`. Where bars cannot be
+    drawn every part begins with a line."""
     def numbered(part: str) -> str:
         return f"{name} {parts.index(part) + 1}/{len(parts)}: {part}"
 
-    if not sys.stderr.isatty():
-        yield lambda part: print(numbered(part), file=sys.stderr)
-        return
     with _display() as bar:
+        if bar.disable:
+            yield lambda part: print(numbered(part), file=sys.stderr)
+            return
         task = bar.add_task(name, total=len(parts), note="", unit="stages")
-        token = _DISPLAY.set(bar)
-        try:
-            yield lambda part: bar.update(task, description=numbered(part), completed=parts.index(part))
-            bar.update(task, description=name, completed=len(parts))
-        finally:
-            _DISPLAY.reset(token)
+        yield lambda part: bar.update(task, description=numbered(part), completed=parts.index(part))
+        bar.update(task, description=name, completed=len(parts))
+
+
+def hide() -> None:
+    """Take the display away, finished bars excepted, for who writes to standard output; the next bar brings it back."""
+    bar = _DISPLAY.get()
+    if bar is not None and any(task.visible for task in bar.tasks):
+        for task in bar.tasks:
+            bar.update(task.id, visible=task.finished)
+        bar.live.stop()
+        for task in bar.tasks:
+            bar.update(task.id, visible=False)
+
+
+def _other_rank() -> bool:
+    """True in a process that torchrun, Lightning or SLURM started beside a first one, which speaks for all."""
+    return (os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0") != "0"
+
+
+def _tell(bar: Progress, task: Task, over: threading.Event, every: float, out: TextIO) -> None:
+    """Print the innermost task's line from time to time, counted from the last line of any task."""
+    pause = max(every / 10, min(every, _SPOKEN[0] + every - time.monotonic()))
+    while not over.wait(pause):
+        if bar.tasks[-1] is task and task.visible:
+            print(_line(task), file=out, flush=True)
+            _SPOKEN[0] = time.monotonic()
+        pause = max(every, GROWTH * (task.elapsed or 0))
+
+
+def _line(task: Task) -> str:
+    done = "" if task.total is None else f"{task.completed:,.0f} of {task.total:,.0f} {task.fields['unit']}"
+    parts = (done, task.fields["note"], f"{task.elapsed or 0:.0f} s", _rate(task))
+    return f"{task.description}: {', '.join(filter(None, parts))}"
+
+
+def _rate(task: Task) -> str:
+    speed = task.finished_speed or task.speed
+    if speed is None and task.elapsed and task.elapsed > 1:
+        speed = task.completed / task.elapsed
+    return f"{speed:,.4g} {task.fields['unit']}/s" if speed else ""
 
 
 @contextmanager
-def _display() -> Iterator[Any]:
+def _display() -> Iterator[Progress]:
     """The display that there is, or one of its own."""
     if (there := _DISPLAY.get()) is not None:
+        for task in there.tasks:
+            there.update(task.id, visible=not task.finished)
+        there.start()
         yield there
         return
     from rich.console import Console
@@ -87,7 +127,7 @@ def _display() -> Iterator[Any]:
         BarColumn,
         Progress,
         ProgressColumn,
-        Task,
+        TaskProgressColumn,
         TextColumn,
         TimeElapsedColumn,
         TimeRemainingColumn,
@@ -96,12 +136,18 @@ def _display() -> Iterator[Any]:
 
     class Rate(ProgressColumn):
         def render(self, task: Task) -> Text:
-            speed = task.finished_speed or task.speed
-            return Text("" if speed is None else f"{speed:,.4g} {task.fields['unit']}/s", style="progress.data.speed")
+            return Text(_rate(task), style="progress.data.speed")
 
     columns = (
-        TextColumn("{task.description:<14}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), Rate(),
-        TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}"),
+        TextColumn("{task.description:<14}", markup=False), BarColumn(), TaskProgressColumn(), Rate(),
+        TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}", markup=False),
     )
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        yield bar
+    console = Console(file=sys.stderr, stderr=True)
+    with Progress(*columns, console=console, disable=not console.is_interactive or _other_rank(), redirect_stdout=False,
+                  speed_estimate_period=SPEED_SECONDS) as bar:
+        token = _DISPLAY.set(bar)
+        try:
+            yield bar
+        finally:
+            _DISPLAY.reset(token)
+            bar.live.transient = not any(task.visible for task in bar.tasks)

@@ -106,13 +106,15 @@ def test_only_what_is_asked_for_is_fetched(hub: Hub, trained: Path) -> None:
     assert not any("router" in r or "config" in r for r in hub.requests)  # in the cache
 
 
-def test_an_object_is_pushed_and_comes_back(hub: Hub, trained: Path) -> None:
+def test_an_object_is_pushed_and_comes_back(hub: Hub, trained: Path, tmp_path: Path) -> None:
     router, phi = RouterArtifact.load(trained / "router"), PhiArtifact.load(trained / "phi")
     assert "/commit/" in router.push_to_hub("ann/router", private=True, license="apache-2.0")
     assert sorted(files(hub, "ann/router")) == ["README.md", "config.json", "model.safetensors"]
     assert hub.repositories["ann/router"].private
     assert b"\nlicense: apache-2.0\n" in files(hub, "ann/router")["README.md"]
     assert same(RouterArtifact.load("ann/router"), router)
+    RouterArtifact.from_pretrained("ann/router").save_pretrained(tmp_path / "again")
+    assert same(RouterArtifact.load(tmp_path / "again"), router)
     phi.push_to_hub("ann/phi")
     assert find_artifacts("ann/phi").keys() == {"phi"}
     with fails(r"'ann/phi' is a 'phi' artifact; expected a 'router' artifact"):

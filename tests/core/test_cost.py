@@ -51,8 +51,7 @@ def entries(x) -> float:
 
 def shares(x):
     """Of tokens and of bytes, `[2, 1, Q]`."""
-    more = extra_tokens(x.view, x.selector, x.estimator)
-    return read_shares(x.view, x.queries, [x.step.selection], more[None] if isinstance(more, torch.Tensor) else more)
+    return read_shares(x.view, x.queries, [x.step.selection], extra_tokens(x.view, x.selector, x.estimator)[None])
 
 
 @pytest.mark.parametrize("completion", COMPLETIONS)

@@ -74,7 +74,7 @@ def test_it_is_drawn_in_its_colour_by_its_label(rows) -> None:
     assert ROW.colour in svg and f">{ROW.label}<" in svg
 
 
-@pytest.mark.parametrize("command", [["generate"], ["eval"], ["eval", "recommend"]])
+@pytest.mark.parametrize("command", [["generate"], ["eval"]])
 def test_help_names_it(command: list[str], registered) -> None:
     shown = CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": "300", "TERMINAL_WIDTH": "300"})
     assert shown.exit_code == 0 and " third" in shown.output

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from sparsekv.artifacts.phi import PhiLayer
-from sparsekv.artifacts.router import RouterLayer
 from sparsekv.core import stacked
 from sparsekv.core.estimators import PhiEstimator
+from sparsekv.core.index import RouterLayer
 from sparsekv.core.layer import LayerView, Queries
 from sparsekv.core.regions import Regions
 from sparsekv.core.rope import RopeTable
@@ -43,8 +43,9 @@ def layers_of(count: int, pads: tuple[int, ...], space: str, scores: str, sketch
     views, trained = [], []
     for layer in range(count):
         keys, values = draw(rows, HEADS, LENGTH + 1, DIM) * 1.5 + layer, draw(rows, HEADS, LENGTH + 1, DIM)
-        views.append(LayerView(keys, values, regions, DIM**-0.5, 2 * HEADS, layer, count, rope,
-                               draw(rows, 2 * HEADS, 20, DIM), LENGTH))
+        views.append(LayerView(keys, values, regions=regions, scale=DIM**-0.5, num_query_heads=2 * HEADS,
+                               layer_idx=layer, num_layers=count, rope=rope,
+                               recent_queries=draw(rows, 2 * HEADS, 20, DIM), recent_end=LENGTH))
         weights = QueryModel(draw(HEADS, DIM, 5), draw(HEADS, 5), draw(HEADS, 5, BUCKETS), draw(HEADS, BUCKETS))
         sketch = Sketch(draw(HEADS, DIM, rank), draw(HEADS, rank), draw(HEADS, DIM, rank))
         trained.append(RouterLayer(torch.nn.functional.normalize(draw(HEADS, BUCKETS, DIM), dim=-1),

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from sparsekv.core.estimators import PhiEstimator, UniformEstimator
 from sparsekv.core.layer import CacheLayer, LayerView, Queries
-from sparsekv.core.regions import Regions
 from sparsekv.core.selectors import SELECTORS
 from sparsekv.core.step import build_layers, grow, sparse_step
 
@@ -25,17 +24,11 @@ class Blocks(CacheLayer):
 
     blocks: list[Tensor]
     tokens: int
-    regions: Regions
-    scale: float
-    num_query_heads: int
 
     @classmethod
     def of(cls, view: LayerView) -> Blocks:
         both = torch.nn.functional.pad(torch.stack([view.keys, view.values], 2), (0, 0, 0, -view.stored % BLOCK))
-        made = cls(list(both.split(BLOCK, dim=3)), view.stored, view.regions, view.scale, view.num_query_heads)
-        for name in ("rope", "recent_queries", "recent_end", "layer_idx"):
-            setattr(made, name, getattr(view, name))
-        return made
+        return cls(list(both.split(BLOCK, dim=3)), view.stored, **view.described())
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

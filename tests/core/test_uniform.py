@@ -13,7 +13,8 @@ def view_of(batch: int, length: int = 300) -> LayerView:
     torch.manual_seed(0)
     keys, values = torch.randn(2, batch, 2, length, 8, dtype=torch.float64)
     starts = torch.arange(batch) * 11
-    return LayerView(keys, values, Regions.at_prefill_end(starts, length - 20, 4, 16), 0.35, 6)
+    return LayerView(keys, values, regions=Regions.at_prefill_end(starts, length - 20, 4, 16), scale=0.35,
+                     num_query_heads=6)
 
 
 def test_the_mean_of_many_draws_is_what_is_not_read() -> None:

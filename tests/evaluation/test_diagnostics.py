@@ -1,6 +1,5 @@
-"""Diagnostics of a tiny model's capture, the settings recommended from them, and that decoding keeps the promise."""
+"""Diagnostics of a tiny model's capture."""
 
-import itertools
 import math
 import shutil
 import subprocess
@@ -10,14 +9,11 @@ import torch
 from tiny import make_model
 from tiny_artifacts import artifacts
 
-import sparsekv
 from sparsekv.capture.run import CaptureConfig, run_capture
 from sparsekv.capture.store.store import CaptureStore
 from sparsekv.evaluation.diagnose import DiagnosticsConfig, run_diagnostics
 from sparsekv.evaluation.diagnostic_figures import by_quartile, diagnostic_figures
-from sparsekv.evaluation.diagnostics import Diagnostics
 from sparsekv.evaluation.measure import coverage
-from sparsekv.evaluation.recommend import Choice, RecommendConfig, pick_choices, recommend, run_recommend
 from sparsekv.evaluation.requests import RULER_OFFLINE
 from sparsekv.util.errors import SparseKVError
 
@@ -105,102 +101,12 @@ def test_tables_hold_what_must_be_so(made) -> None:
     assert low[0] < high[0]
 
 
-def test_diagnostics_come_back_from_their_file(made, tmp_path) -> None:
-    folder, _, d = made
-    again = Diagnostics.load(folder / "out" / "diagnostics.json")
-    assert torch.allclose(again.errors["topk+phi"], d.errors["topk+phi"], rtol=2e-3) and again.layers == d.layers
-    d.errors["topk"][0, 0, 0], before = float("nan"), d.errors["topk"][0, 0, 0].clone()
-    assert torch.isnan(Diagnostics.load(d.save(tmp_path / "d.json")).errors["topk"][0, 0, 0])
-    d.errors["topk"][0, 0, 0] = before
-    for text, message in (("{", "it is no JSON"), ('{"format": "x"}', "has format x None"),
-                          ('{"format": "sparsekv-diagnostics", "format_version": 0}', "diagnostics 0, this version"),
-                          ('{"format": "sparsekv-diagnostics", "format_version": 2}', "damaged")):
-        (tmp_path / "bad.json").write_text(text)
-        with pytest.raises(SparseKVError, match=message):
-            Diagnostics.load(tmp_path / "bad.json")
-
-
 def test_bad_options_are_refused(made, tmp_path) -> None:
-    folder, config, _ = made
+    _, config, _ = made
     for wrong, message in (({}, "--overwrite"), ({"budgets": "2"}, "from 0 to 1"), ({"budgets": "x"}, "not understood"),
                            ({"tasks": "x"}, "LABEL=STORE"), ({"capture": str(tmp_path)}, "no capture store")):
         with pytest.raises(SparseKVError, match=message):
             run_diagnostics(DiagnosticsConfig(**{**vars(config), "overwrite": bool(wrong), **wrong}))
-    source = folder / "out" / "diagnostics.json"
-    for options, message in (({}, "exactly one"), ({"max_error": 0.1, "min_mass": 0.5}, "exactly one"),
-                             ({"max_error": 0.1, "selector": "quest"}, "no selector 'quest'"),
-                             ({"max_error": 0.1, "dense_layers": "a"}, "not understood"),
-                             ({"max_error": 0.1, "diagnostics": tmp_path / "no"}, "no diagnostics at")):
-        with pytest.raises(SparseKVError, match=message):
-            run_recommend(RecommendConfig(**{"diagnostics": source, "output": tmp_path / "s.json", **options}))
-
-
-def test_allocation_is_nearly_the_cheapest_there_is() -> None:
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(20):
-        menu = {}
-        for layer in range(3):
-            costs = torch.rand(4, generator=generator).sort().values.tolist()
-            errors = torch.rand(4, generator=generator).sort(descending=True).values.tolist()
-            menu[layer] = [Choice(1.0, 0.0, 1.0), *(Choice(c, e, 1 - e, c) for c, e in zip(costs, errors, strict=True))]
-        for goal in (0.1, 0.3):
-            picked = pick_choices(menu, max_error=goal)
-            assert sum(c.error for c in picked.values()) <= 3 * goal + 1e-9
-            every = [sum(c.cost for c in p) for p in itertools.product(*menu.values())
-                     if sum(c.error for c in p) <= 3 * goal]
-            longest = max(b.cost - a.cost for o in menu.values() for a, b in itertools.pairwise(sorted(o)))
-            assert sum(c.cost for c in picked.values()) <= min(every) + longest + 1e-9
-
-
-@pytest.mark.parametrize(("goal", "selector"), [({"max_error": 0.5}, "router"), ({"max_error": 0.05}, "topk"),
-                                                ({"min_mass": 0.6}, "topk")])
-def test_attach_keeps_what_recommend_promised(made, tmp_path, goal: dict, selector: str) -> None:
-    folder = made[0]
-    result = run_recommend(RecommendConfig(diagnostics=folder / "out" / "diagnostics.json", selector=selector,
-                                           output=tmp_path / "settings.json", dense_layers="0", **goal))
-    settings, model = result.settings, make_model()
-    measured = settings.measured
-    assert measured["error"] <= goal.get("max_error", 9) and measured["mass"] >= goal.get("min_mass", 0)
-    assert 0 not in settings.layers and settings.layers and "heads served worst" in result.table
-    ids = CaptureStore.open(folder / "store").tokens(0)[None]
-    with sparsekv.attach(model, settings=tmp_path / "settings.json", dense_below=0) as attachment:
-        cache = attachment.prefill(ids[:, :-1])
-        model(ids[:, -1:], past_key_values=cache)
-        report = attachment.report()
-    promised = settings.selectivity(LENGTH - 1, 1)
-    for layer in range(3):
-        want = promised.get(layer, 1.0)
-        assert report["layers"][layer]["selectivity"] == pytest.approx(want, abs=1e-6), layer
-
-
-def test_attach_opens_the_gates_that_recommend_opened(made, tmp_path) -> None:
-    _, _, d = made
-    helped = torch.tensor([0.5, 2.0, 0.5, 2.0])[:, None]
-    errors = {**d.errors, "topk+phi": d.errors["topk"] * helped}
-    mixed = Diagnostics(**{**vars(d), "cache_tokens": 0.0, "errors": errors})
-    settings = recommend(mixed, selector="topk", max_error=0.6 * float(d.errors["topk"][..., 1].mean()),
-                         dense_layers=[0])
-    assert settings.completion == "phi" and all(s.gate == [1, 0, 1, 0] for s in settings.layers.values() if s.gate)
-    with sparsekv.attach(make_model(), settings=settings.save(tmp_path / "s.json")) as attachment:
-        for layer, own in settings.layers.items():
-            estimator = attachment.decoding.estimator_of(layer, "cpu")
-            assert (estimator is None) == (own.gate is None)
-            if own.gate is not None:
-                shift = estimator.layer.offset - attachment.decoding.phi.layer(layer).offset
-                assert shift.exp().reshape(-1).tolist() == own.gate
-    assert any(s.gate for s in settings.layers.values())
-
-
-def test_looser_goals_cost_less_and_gates_follow_the_errors(made) -> None:
-    _, _, d = made
-    reads = [recommend(d, selector="topk", max_error=e, dense_layers=[0]).measured["read"] for e in (0.002, 0.02, 0.1)]
-    assert reads[0] > reads[1] > reads[2]
-    chosen = recommend(d, selector="topk", max_error=0.5)
-    for layer, own in chosen.layers.items():
-        i = d.budgets.index(own.budget)
-        better = d.errors["topk+phi"][layer, :, i] < d.errors["topk"][layer, :, i]
-        assert own.gate is None or own.gate == better.float().tolist()
-    assert recommend(d, max_error=0.0).layers == {} or recommend(d, max_error=0.0).measured["error"] == 0.0
 
 
 TITLES = ("Error by budget", "Entropy by layer", "Mass curve", "Keys that hold the attention", "Router recall by layer",

@@ -132,7 +132,7 @@ def test_a_file_and_what_is_none(folder) -> None:
         kind: json.loads((folder / kind / "config.json").read_text())["sha256"] for kind in ("router", "phi")})
     assert read_quality(folder) is None
     made.save(folder)
-    assert read_quality(folder) == made and made.figure().startswith(b"\x89PNG")
+    assert read_quality(folder) == made and made.figure().png.startswith(b"\x89PNG")
     assert json.loads((folder / FILE).read_text())["recommended"]["token_budget"] == 0.05
     artifacts(make_model(), space="pre", scores="mean_key")[0].save(folder / "router")
     assert read_quality(folder) is None  # of another router

@@ -156,7 +156,7 @@ STRUCTS: dict[Any, dict[str, Any]] = {
         "q": heads("half"), "maps": FeatureMapWeights(*["half"] * 8), "cache": PhiCache(*["*fp32"] * 3),
         "moments": ScoreMoments(*["*fp32"] * 5), "found": completion.QueryOutputs("half", *["*fp32"] * 4)},
     se.follow_kernel: {"seats": seating.SeatState(*["*i64"] * 4, "*i32", "*i32"),
-                       "found": seating.SeatOutputs("*i1", "*i64", "*i1", "*i64", "*i1")},
+                       "found": seating.SeatMatches("*i1", "*i64", "*i1", "*i64", "*i1")},
     lo.kl_huber_kernel: {"terms": losses.Terms(*["*fp32"] * 6), "weights": losses.Weights(*["fp32"] * 7)},
 }
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 
 from sparsekv.runtime.vllm.paged import UncodedSlots
-from sparsekv.runtime.vllm.seats import Found, Places, Seats, StepRows
+from sparsekv.runtime.vllm.seats import SeatMatches, SeatRule, Seats, StepRows
 
 PAGE, BLOCKS, LONGEST = 4, 400, 120
 
@@ -95,14 +95,14 @@ def same(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
 class Asking(Seats):
     """Seats of which the host asks in every step."""
 
-    def _asks(self, found: Found) -> bool:
+    def _asks(self, found: SeatMatches) -> bool:
         return bool(found.wants.any())
 
 
 def check_seating(run: tuple[int, ...], device: str) -> None:
     """run: seed, seats, the most requests, entries of a page table, tokens below which a row reads all, steps."""
     seed, count, most, width, below, steps = run
-    places = Places(3, 6, 5, below, PAGE)
+    places = SeatRule(3, 6, 5, below, PAGE)
     one, two = (Asking(count, places, LONGEST, torch.device(d), most + 5) for d in ("cpu", device))
     two.launches = True
     for seats in (one, two):
@@ -119,14 +119,14 @@ def check_seating(run: tuple[int, ...], device: str) -> None:
                 seats.uncoded.at.fill_(False)
         # the host serves many steps or few, and does not see some
         serves = traffic.random.random() < (0.2 if seed % 2 else 0.8)
-        new = batch.slots[:0] if step % 10 == 9 else batch.slots
+        new = batch.slot_mapping[:0] if step % 10 == 9 else batch.slot_mapping
         results: list[list[torch.Tensor]] = []
         for seats, own in ((one, batch), (two, there)):
             found = seats.follow(own, new=new.to(seats.device), decode=True)
             first = [x.clone() for x in found]
             if serves:
                 found = seats.serve(own, found, [])
-            results.append([*first, found.known, found.seat, *seats.lanes(own, found)])
+            results.append([*first, found.known, found.seat, *seats.metadata(own, found)])
         names = ("single own known seat wants served sits sparse lane anchors places rest anchored").split()
         for name, expected, got in zip(names, results[0], results[1], strict=True):
             same(got, expected, f"step {step}, {name}")
@@ -135,7 +135,7 @@ def check_seating(run: tuple[int, ...], device: str) -> None:
         same(two.used[:-1], one.used[:-1], f"step {step}, used")
         same(two.uncoded.at, one.uncoded.at, f"step {step}, unsorted")
         assert not two.arrived.any()
-        rows = batch.lengths.shape[0]
+        rows = batch.seq_lens.shape[0]
         assert all(bool((x[rows:] == junk(x)).all()) for x in written(two)), "rows behind the batch's"
         sparse += int(results[0][7].sum())
         many += int(torch.bincount(results[0][3][results[0][2]], minlength=1).max() > 1)
@@ -145,15 +145,15 @@ def check_seating(run: tuple[int, ...], device: str) -> None:
 
 def empty_batch(device: str) -> None:
     """A batch without rows is nothing."""
-    seats = Seats(2, Places(3, 6, 5, 0, PAGE), LONGEST, torch.device(device), 4)
+    seats = Seats(2, SeatRule(3, 6, 5, 0, PAGE), LONGEST, torch.device(device), 4)
     seats.launches = True
     batch = StepRows(*(torch.zeros(*s, dtype=torch.int32, device=device) for s in ((0,), (1,), (0, 9), (0,))))
-    assert seats.lanes(batch, seats.follow(batch, new=batch.slots, decode=True)).sparse.shape == (0,)
+    assert seats.metadata(batch, seats.follow(batch, new=batch.slot_mapping, decode=True)).sparse.shape == (0,)
 
 
 def usual_steps() -> Iterator[tuple[Seats, StepRows]]:
     """Six steps of one request on a CUDA device, with its seats."""
-    seats = Seats(2, Places(3, 6, 5, 0, PAGE), LONGEST, torch.device("cuda"), 4)
+    seats = Seats(2, SeatRule(3, 6, 5, 0, PAGE), LONGEST, torch.device("cuda"), 4)
     seats.uncoded = UncodedSlots(BLOCKS * PAGE, seats.device)
     table = torch.arange(1, 31, dtype=torch.int32, device="cuda")[None]
     batches = [StepRows(*(torch.tensor(x, dtype=torch.int32, device="cuda") for x in ([n], [0, 1])), table,

@@ -11,9 +11,8 @@ import torch
 from cases import Case, cases
 from seating_traffic import empty_batch, usual_steps
 
-from sparsekv.artifacts.router import RouterLayer
 from sparsekv.core.estimators import PhiEstimator
-from sparsekv.core.index import Buckets
+from sparsekv.core.index import Buckets, RouterLayer
 from sparsekv.core.layer import LayerView, Queries
 from sparsekv.core.regions import Regions
 from sparsekv.core.selectors.router import Router
@@ -87,13 +86,13 @@ def test_a_routed_step(shape: tuple[int, ...], completed: bool, rule: str, score
     per_row = count // rows
     regions = Regions(s.regions["starts"][::per_row], s.regions["tail_starts"][::per_row], s.k.shape[2],
                       s.regions["sink_size"])
-    view = LayerView(s.k, s.v, regions, s.regions["scale"], s.q.shape[1])
+    view = LayerView(s.k, s.v, regions=regions, scale=s.regions["scale"], num_query_heads=s.q.shape[1])
     queries = Queries(s.q.unflatten(0, (rows, per_row)).transpose(1, 2), s.regions["lengths"])
     estimator, query = None, None
     if completed:
         maps, offset, state, keys = checks.random_phi(s, dtype, DEVICE)
         estimator = PhiEstimator(SimpleNamespace(query_map=maps, offset=offset))
-        estimator.state, estimator.bias, estimator.in_place = state, keys.bias, True
+        estimator.state, estimator.bias, estimator.in_kernel = state, keys.bias, True
         estimator.key_map = KeyMap(keys.w_in, keys.bias[0], keys.w_in, keys.w_out, keys.b_out)
         query = checks.double(phi_query(s.q, maps, offset, state)._replace(keys=keys))
 
@@ -123,8 +122,8 @@ def test_a_usual_step_does_not_wait_for_the_device() -> None:
     for step, (seats, batch) in enumerate(usual_steps()):
         torch.cuda.set_sync_debug_mode("error" if step > 1 else "default")
         try:
-            found = seats.serve(batch, seats.follow(batch, new=batch.slots, decode=True), [])
-            lanes = seats.lanes(batch, found)
+            found = seats.serve(batch, seats.follow(batch, new=batch.slot_mapping, decode=True), [])
+            lanes = seats.metadata(batch, found)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert lanes.sparse.tolist() == [True]

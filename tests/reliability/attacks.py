@@ -41,11 +41,10 @@ from sparsekv.cli import COMMANDS, main
 from sparsekv.core.estimators import CentroidEstimator
 from sparsekv.core.selectors import SELECTORS
 from sparsekv.evaluation.cells import read_cells
-from sparsekv.evaluation.diagnostics import Diagnostics
 from sparsekv.evaluation.requests import Question, load_requests, save_requests
+from sparsekv.runtime.config import SparseConfig
 from sparsekv.runtime.hf.attach import attach
 from sparsekv.runtime.process import _GATE
-from sparsekv.runtime.settings import Settings
 from sparsekv.trainers import work
 from sparsekv.trainers.fit import check_checkpoint
 from sparsekv.util.config import MOST_STEPS
@@ -79,8 +78,6 @@ def targets(folder: Path) -> list[Target]:
     path = written("prefix", folder)
     found.append(Target("prefix", path, lambda p=path: [t.clone() for x in loaded("prefix", p).layers
                                                        for t in (x.keys, x.values, x.recent)]))
-    path = written("settings", folder)
-    found.append(Target("settings", path, lambda p=path: dataclasses.asdict(Settings.load(p))))
     store = captured(sharp(), folder / "store", num_documents=2, context_length=96, queries_per_document=12)
     place = Path(store.path)
     found.append(Target("store manifest", place / MANIFEST, lambda: _opened(place)))
@@ -204,16 +201,17 @@ def change_records(folder: Path, count: int, seed: int = 0) -> Outcome:
     rng, failed, cases = random.Random(seed), [], 0
     (folder / "records").mkdir()
     every = {t.name: t for t in targets(folder / "records")}
-    router, settings = every["router config.json"], every["settings"]
+    router = every["router config.json"]
     phi, manifest, document = every["phi config.json"], every["store manifest"], every["store document.json"]
     prefix = every["prefix"].file
     meta, tensors = prefix_parts(prefix)
     requests = folder / "requests.jsonl"
     save_requests(requests, [Question("needle", 128, 0, "a", ["b"], "first_number", 4, [])], {})
+    settings = folder / "settings.json"
+    settings.write_text(json.dumps({"artifacts": "a", "token_budget": 0.1, "sink_size": 3, "dense_layers": [0, -1],
+                                    "selector": "sketch", "candidates": 0.2, "prefill": {"share": 0.3}}))
     cells = folder / "cells.jsonl"
     cells.write_text('{"format": "sparsekv-sweep", "format_version": 1, "origin": {}}\n{"case": "a", "indices": [0]}\n')
-    tables = folder / "diagnostics.json"
-    tables.write_text(json.dumps({"format": "sparsekv-diagnostics", "format_version": 1, "errors": {"topk": [[0.1]]}}))
 
     def artifact(target: Target, path: Path) -> tuple[Any, Callable[[Any], None], Callable[[], Any]]:
         held = load_file(path / TENSORS)
@@ -235,11 +233,10 @@ def change_records(folder: Path, count: int, seed: int = 0) -> Outcome:
         save_file(tensors, prefix, {"sparsekv": json.dumps({**new, "sha256": digest(new, tensors)})})
 
     groups = [artifact(router, router.file.parent), artifact(phi, phi.file.parent),
-              (meta, put_prefix, every["prefix"].read), plain(settings.file, settings.read),
+              (meta, put_prefix, every["prefix"].read), plain(settings, lambda: SparseConfig.load(settings)),
               plain(manifest.file, manifest.read, seal=True), plain(document.file, document.read, seal=True),
               plain(requests, lambda: load_requests(requests), line=0),
-              plain(requests, lambda: load_requests(requests), line=1), plain(cells, lambda: read_cells(cells), line=0),
-              plain(tables, lambda: Diagnostics.load(tables))]
+              plain(requests, lambda: load_requests(requests), line=1), plain(cells, lambda: read_cells(cells), line=0)]
     for good, put, read in groups:
         for _ in range(-(-count // len(groups))):
             new = mutated(rng, good)
@@ -289,11 +286,11 @@ def attach_with_anything(count: int, seed: int = 0) -> Outcome:
     model = make_model()
     router, phi = artifacts(model)
     names = {"token_budget", "completion", "sink_size", "window_size", "decode_window", "dense_layers", "dense_below",
-             "placement", "router", "phi", "settings"}
+             "placement", "router", "phi"}
     usual = {"token_budget": (8, 0.1, 1, 0.0, 1.0, None), "completion": ("none", "centroid", "phi", None),
              "sink_size": (0, 4, 500), "window_size": (0, 16, 500), "decode_window": (1, 4, 1024), "router": (router,),
              "dense_layers": ((), (0,), (-1, 1), [0, 1, 2]), "dense_below": (0, 10, None), "phi": (phi, None),
-             "placement": ("gpu", "cpu", "offload"), "settings": (None,)}
+             "placement": ("gpu", "cpu", "offload")}
     for _ in range(count):
         name = rng.choice(sorted(SELECTORS))
         given: dict[str, Any] = {"selector": name, "token_budget": 8}
@@ -575,7 +572,7 @@ def type_anything(folder: Path, count: int, seed: int = 0) -> Outcome:
                              "router": str(artifact), "path": str(artifact)}.get(field.name, value)
                 if field.name in ("model", "corpus") and not value.startswith(("/", ".")):
                     value = f"/nonexistent/{value[:20]}"  # a name would be asked for on the network
-                if field.name in ("output", "save_results", "save_requests") and "/" in value and ":" not in value:
+                if field.name in ("output", "save_requests") and "/" in value and ":" not in value:
                     value = "out"
                 if field.metadata["typer"].get("argument"):
                     words.append(value)

@@ -18,7 +18,7 @@ from test_families import Words
 from sparsekv.capture import corpus as corpora
 from sparsekv.capture.corpus import Document, check_corpus, make_windows, read_documents
 from sparsekv.util.errors import SparseKVError
-from sparsekv.util.progress import still
+from sparsekv.util.progress import progress
 
 
 class Bytes:
@@ -112,13 +112,13 @@ def test_memory_is_bounded_whatever_the_size(tmp_path) -> None:
 
 
 def test_what_goes_on_says_so(capsys) -> None:
-    with still("counting", every=0.02) as note:
+    with progress("counting", every=0.02) as say:
         time.sleep(0.05)
-        note.text = ": half"
+        say(0, "half")
         time.sleep(0.05)
     said = capsys.readouterr().err
-    assert "counting, 0 s\n" in said and "counting: half, 0 s\n" in said
-    assert not [t for t in threading.enumerate() if t.name.startswith("still")]
+    assert "counting: 0 s\n" in said and "counting: half, 0 s\n" in said
+    assert not [t for t in threading.enumerate() if "_tell" in t.name]
 
 
 def test_rows_without_text_are_named(tmp_path) -> None:

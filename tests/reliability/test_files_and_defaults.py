@@ -71,8 +71,8 @@ def test_a_child_of_fork_does_not_wait_for_a_thread_that_is_gone() -> None:
 
     def hold() -> None:
         with attach(model, selector="streaming", dense_below=0) as attachment:
-            from sparsekv.runtime.hf.hooks import seat_of
-            with seat_of(attachment).lock:
+            from sparsekv.runtime.hf.attached import model_of
+            with model_of(attachment).lock:
                 begun.set()
                 end.wait()
 

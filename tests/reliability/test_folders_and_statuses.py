@@ -85,15 +85,6 @@ def test_one_strange_file_among_ours_is_named(cli, store, tmp_path) -> None:
     assert content(tmp_path) == before
 
 
-def test_a_settings_file_replaces_no_other_file(cli, tmp_path) -> None:
-    (tmp_path / "config.json").write_text(MODEL["config.json"])
-    words = ("eval", "recommend", "--diagnostics", tmp_path / "d", "--max-error", "0.1", "--overwrite", "--output")
-    for output in (tmp_path / "config.json", tmp_path):
-        status, _, shown = cli(*words, output)
-        assert status == 1 and "is something else than a settings file" in shown
-    assert (tmp_path / "config.json").read_text() == MODEL["config.json"]
-
-
 def test_the_old_artifact_stays_until_the_new_one_is_whole(store, tmp_path, monkeypatch, capsys) -> None:
     output, old = tmp_path / "phi", tmp_path / ".phi.old"
     train("phi", str(store), str(output), max_steps=4)

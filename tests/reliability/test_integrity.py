@@ -20,9 +20,9 @@ from sparsekv.artifacts.phi import PhiArtifact, PhiArtifactConfig
 from sparsekv.artifacts.router import RouterArtifact, RouterArtifactConfig
 from sparsekv.kernels import QueryModel
 from sparsekv.models.feature_map import FeatureMap, FeatureMaps
-from sparsekv.runtime.hf.cache import GrowingRope, SparseCache
+from sparsekv.runtime.hf.cache import SparseCache
 from sparsekv.runtime.hf.prefix import load_prefix, save_prefix
-from sparsekv.runtime.settings import LayerSetting, Settings
+from sparsekv.runtime.hf.storage import GrowingRope
 from sparsekv.util.errors import SparseKVError
 
 MODEL: dict[str, Any] = {
@@ -65,25 +65,17 @@ def filled_cache() -> SparseCache:
     return cache
 
 
-def settings() -> Settings:
-    return Settings(MODEL, "router", "phi", 4, 16, {1: LayerSetting(0.05, [1.0, 0.0, 1.0, 1.0])}, "router", "phi")
-
-
 def written(kind: str, folder: Path) -> Path:
     """The folder or file of a sound thing of this kind."""
     if kind in KINDS:
         (router() if kind == "router" else phi()).save(folder / kind)
-    elif kind == "prefix":
-        save_prefix(filled_cache(), folder / kind, MODEL)
     else:
-        settings().save(folder / kind)
+        save_prefix(filled_cache(), folder / kind, MODEL)
     return folder / kind
 
 
 def loaded(kind: str, path: Path) -> Any:
-    if kind == "prefix":
-        return load_prefix(empty_cache(), path, MODEL, "cpu")
-    return KINDS[kind].load(path) if kind in KINDS else Settings.load(path)
+    return KINDS[kind].load(path) if kind in KINDS else load_prefix(empty_cache(), path, MODEL, "cpu")
 
 
 def refused(kind: str, path: Path, match: str = ".") -> None:
@@ -299,33 +291,6 @@ def test_a_refused_prefix_leaves_the_cache_empty_and_a_failed_save_no_file(tmp_p
     with pytest.raises(SparseKVError, match="could not write"):
         save_prefix(filled_cache(), tmp_path / "file" / "new", MODEL)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "prefix"]
-
-
-def test_damaged_settings_are_refused(tmp_path) -> None:
-    path = written("settings", tmp_path)
-    assert loaded("settings", path).layers == settings().layers
-    good = json.loads(path.read_text())
-    path.write_text(json.dumps({**good, "sink_size": 5}))
-    refused("settings", path, "remove its line sha256 if the change is meant")
-    del good["sha256"]  # as a person who edits the file
-    layers = [{"1": value} for value in (None, [], {}, {"budget": None}, {"budget": "x"}, {"budget": float("nan")}, {
-        "budget": True}, {"budget": 0.1, "gate": 1}, {"budget": 0.1, "gate": [1, 1]}, {"budget": 0.1, "gate": [
-            1, 1, "1", 1]}, {"budget": 0.1, "gate": [1, 1, 1, float("nan")]}, {
-            "budget": 10**400}, {"budget": 0.1, "gate": [1, 1, 1, 10**400]})]
-    keys = [{key: {"budget": 0.1}} for key in ("", "x", "-1", "01", " 1", "1.0", "2", "9" * 5000, "\u0661")]
-    values = [("layers", value) for value in (None, [], 3, *layers, *keys)]
-    values += [("selector", None), ("selector", 3), ("completion", []), ("completion", "best"), ("router", 5),
-               ("phi", ["a"]), ("goal", 3), ("measured", None), ("format", None)]
-    for name, value in [*values, *VERSIONS, *MODELS, *SIZES]:
-        if (name, value) != ("format_version", 1):
-            path.write_text(json.dumps({**good, name: value}))
-            refused("settings", path)
-    for name in ("model", "selector", "completion", "sink_size", "window_size", "layers", "format", "format_version"):
-        path.write_text(json.dumps({k: v for k, v in good.items() if k != name}))
-        refused("settings", path)
-    for text in TEXTS:
-        path.write_bytes(text)
-        refused("settings", path)
 
 
 def test_nesting_of_any_depth_is_a_sentence() -> None:

@@ -29,8 +29,8 @@ from sparsekv.capture import document as documents
 from sparsekv.capture.store.store import CaptureStore
 from sparsekv.evaluation.cells import read_cells
 from sparsekv.evaluation.requests import load_requests
+from sparsekv.runtime.config import SparseConfig
 from sparsekv.runtime.hf.attach import attach
-from sparsekv.runtime.settings import Settings
 from sparsekv.trainers.metrics import read_rows
 from sparsekv.trainers.pipeline import MARKER, TrainConfig, run_train
 from sparsekv.util.errors import SparseKVError, printable
@@ -176,7 +176,7 @@ def test_a_bad_metrics_file_is_named(content: bytes, tmp_path) -> None:
 def test_settings_at_a_path_that_cannot_be() -> None:
     for name in ("a" * 5000, "a\0b"):
         with refused("settings"):
-            Settings.load(name)
+            SparseConfig.load(name)
 
 
 def test_an_attached_model_is_not_copied_and_a_cache_not_used_twice() -> None:

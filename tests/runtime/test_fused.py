@@ -17,9 +17,9 @@ from torch import nn
 from sparsekv.kernels import few_rows
 from sparsekv.runtime import fused as door
 from sparsekv.runtime import timing
-from sparsekv.runtime.crossing import Shape
+from sparsekv.runtime.break_even import Shape
 from sparsekv.runtime.fused import ROTATION, Fused, few_gated, few_products
-from sparsekv.runtime.hf import hooks
+from sparsekv.runtime.hf.attached import model_of
 from sparsekv.runtime.warm import full_token
 
 ROTATED = {"llama", "qwen2", "qwen3", "mistral", "phi3", "gemma3"}
@@ -39,7 +39,7 @@ def changed(model: Any) -> list[str]:
 def logits_of(model: Any, ids: torch.Tensor, used: bool, after: int = 50) -> tuple[torch.Tensor, Fused]:
     """Of the tokens from `after` on, one a step."""
     with torch.no_grad(), attach(model, selector="streaming") as attachment:
-        fused = hooks.seat_of(attachment).layers.fused
+        fused = model_of(attachment).layers.fused
         fused.used = used
         cache = attachment.prefill(ids[:, :after])
         found = [attachment.step(ids[:, t:t + 1], cache).clone() for t in range(after, ids.shape[1])]
@@ -115,7 +115,7 @@ def test_what_is_replaced_while_attached_is_the_models_own() -> None:
     found = []
     for used in (False, True):
         with torch.no_grad(), attach(model, selector="streaming") as attachment:
-            hooks.seat_of(attachment).layers.fused.used = used
+            model_of(attachment).layers.fused.used = used
             cache = attachment.prefill(ids[:, :50])
             steps = [attachment.step(ids[:, 50:51], cache).clone()]
             projections = [(layer.self_attn, layer.self_attn.k_proj) for layer in model.model.layers]
@@ -149,7 +149,7 @@ def test_a_hook_keeps_a_linear_layer_out_of_plans() -> None:
     seen = []
     handle = model.model.layers[1].self_attn.k_proj.register_forward_hook(lambda *args: seen.append(1))
     with torch.no_grad(), attach(model, selector="streaming") as attachment:
-        hooks.seat_of(attachment).layers.fused.used = True
+        model_of(attachment).layers.fused.used = True
         cache = attachment.prefill(ids[:, :50])
         seen.clear()
         for t in range(50, 53):
@@ -246,7 +246,7 @@ def test_a_step_with_products_of_few_rows_is_as_near_to_float32_as_the_models_ow
     family: str, rows: int, timed: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Any,
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(timing, "_QUICKER", {})
+    monkeypatch.setattr(timing.PRODUCTS, "known", {})
     if not timed:
         monkeypatch.setattr(door, "quicker", lambda *args: True)
     shape = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "head_dim": 64}

@@ -16,9 +16,10 @@ from tiny import attach, make_model, prompt
 from tiny_artifacts import artifacts
 
 import sparsekv.runtime
+from sparsekv.runtime import process
 from sparsekv.runtime.fused import ROTATION
 from sparsekv.runtime.hf.attach import Attachment, RunOptions
-from sparsekv.runtime.process import NOW, known
+from sparsekv.runtime.process import NOW
 
 RUNTIME = Path(sparsekv.runtime.__file__).parent
 EVERY = pytest.mark.parametrize("every", [11, pytest.param(1, marks=pytest.mark.slow)])
@@ -72,7 +73,7 @@ def state_of(model: Any) -> tuple[Any, ...]:
             model.config._attn_implementation,
             [list(m._forward_pre_hooks) for m in modules], [list(m._forward_pre_hooks_with_kwargs) for m in modules],
             [m.__dict__.get("layer_idx") for m in modules], ["forward" in m.__dict__ for m in modules],
-            known(model).seat, NOW.plan)
+            process.attached(model), NOW.plan)
 
 
 def attached(model: Any) -> Attachment:
@@ -108,7 +109,7 @@ def test_at_any_line_of_entering_and_leaving(model: Any, every: int) -> None:
         if interrupting.whole:
             break
         seen.add(interrupting.where.partition(":")[0])
-    assert number > 60 and {"attach.py", "hooks.py", "model_pass.py"} <= seen
+    assert number > 60 and {"attach.py", "attached.py", "model_pass.py"} <= seen
     thread = threading.Thread(target=enter_and_generate, args=(attachment,), daemon=True)
     thread.start()  # and it can be entered again: no lock is held
     thread.join(60)
@@ -140,7 +141,7 @@ def test_at_any_line_of_a_step(model: Any, every: int) -> None:
             if interrupting.whole:
                 break
             filled.crop(52)
-        assert {"attach.py", "runner.py", "plan.py", "model_pass.py", "hooks.py"} <= seen
+        assert {"attach.py", "runner.py", "plan.py", "model_pass.py", "forward.py"} <= seen
         filled.crop(52)
         torch.testing.assert_close(attachment.step(ids[:, 52:53], filled), wanted, rtol=1e-4, atol=1e-4)
     assert state_of(model) == before

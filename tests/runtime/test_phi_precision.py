@@ -99,7 +99,8 @@ def test_trained_maps_stay_where_they_are(device: str) -> None:
     estimators_of = [PhiEstimator(one) for one in (trained.run_on(device), trained.to(device))]
     nowhere = torch.zeros(2, dtype=torch.long, device=device)
     for estimator in estimators_of:
-        estimator.build(LayerView(keys, keys, Regions(nowhere, nowhere + 650, 700, 3), DIM**-0.5, 2 * HEADS))
+        estimator.build(LayerView(keys, keys, regions=Regions(nowhere, nowhere + 650, 700, 3), scale=DIM**-0.5,
+                                  num_query_heads=2 * HEADS))
     elsewhere, there = estimators_of
     assert all(w.device.type == "cpu" and w.dtype == torch.float32 for w in elsewhere.layer.query_map)
     made = [(*x.weights, *x.state[:3]) for x in (elsewhere, there) if x.weights is not None]

@@ -15,8 +15,8 @@ from tiny_artifacts import artifacts
 from views import built, extended, make_view
 
 import sparsekv
-from sparsekv.artifacts.router import RouterLayer
 from sparsekv.core.buckets import Moves
+from sparsekv.core.index import RouterLayer
 from sparsekv.core.layer import LayerView
 from sparsekv.core.selectors import SELECTORS
 from sparsekv.kernels import Sketch, decode_codes

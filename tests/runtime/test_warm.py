@@ -1,4 +1,4 @@
-"""Loading kernels beside a prompt: its parts are a step's, it is done once, and a failure is left to the step."""
+"""Loading kernels beside a prompt: a step is taken, it is done once, and a failure is left to the step."""
 
 from __future__ import annotations
 
@@ -15,23 +15,22 @@ from sparsekv.core.estimators import PhiEstimator
 from sparsekv.core.layer import LayerView
 from sparsekv.core.selectors import SELECTORS
 from sparsekv.runtime import warm
-from sparsekv.runtime.crossing import Shape, made_up
-from sparsekv.runtime.warm import Warming, parts
+from sparsekv.runtime.break_even import Shape, made_up
+from sparsekv.runtime.warm import Warming, one_step
 
 SHAPE = Shape(2, 4, 2, 16, torch.float32, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(("name", "completes"), [
     ("sketch", True), ("sketch", False), ("router", True), ("topk", False)])
-def test_the_parts_of_a_step_run_each_by_itself(name: str, completes: bool) -> None:
+def test_a_step_leaves_selector_and_estimator_unbuilt(name: str, completes: bool) -> None:
     router, phi = artifacts(make_model())
     selector = SELECTORS[name](token_budget=0.1)
     if selector.is_trained():
         selector.layer = router.layer(1)
     estimator = PhiEstimator(phi.layer(1)) if completes else None
     before = dict(selector.__dict__), None if estimator is None else dict(estimator.__dict__)
-    for part in parts(selector, estimator):
-        part(*made_up(SHAPE, 2, 9, 150))
+    one_step(selector, estimator, *made_up(SHAPE, 2, 9, 150))
     assert selector.__dict__ == before[0] and (estimator is None or estimator.__dict__ == before[1])
 
 

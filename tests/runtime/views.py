@@ -34,8 +34,9 @@ def make_view(
     rope = rope_table(total, dim)
 
     def view(end: int) -> LayerView:
-        return LayerView(keys[:, :, :end], values[:, :, :end], regions.grown(end), dim**-0.5, heads_q, layer_idx,
-                         num_layers, rope, recent, length)
+        return LayerView(keys[:, :, :end], values[:, :, :end], regions=regions.grown(end), scale=dim**-0.5,
+                         num_query_heads=heads_q, layer_idx=layer_idx, num_layers=num_layers, rope=rope,
+                         recent_queries=recent, recent_end=length)
 
     return view(length), Queries.last(draw(batch, heads_q, new, dim) * 1.5, total, rope), view(total)
 

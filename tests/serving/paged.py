@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from sparsekv.artifacts.phi import PhiLayer
-from sparsekv.artifacts.router import RouterLayer
 from sparsekv.core.buckets import spherical_kmeans
+from sparsekv.core.index import RouterLayer
 from sparsekv.core.rope import RopeTable
 from sparsekv.core.selectors import SELECTORS
 from sparsekv.core.selectors.router import Router
@@ -17,7 +17,7 @@ from sparsekv.kernels import QueryModel, dense_attention, slots_at
 from sparsekv.models.feature_map import FeatureMap, FeatureMaps
 from sparsekv.runtime.vllm.index import LayerIndex, Room, warm
 from sparsekv.runtime.vllm.paged import DecodeMetadata, Scales, UncodedSlots
-from sparsekv.runtime.vllm.seats import Found, Places, Seats, StepRows, rows_of
+from sparsekv.runtime.vllm.seats import SeatMatches, SeatRule, Seats, StepRows, rows_of
 
 PAGE, HEADS, GROUP, DIM, BUCKETS = 16, 2, 3, 16, 8
 SINK, WINDOW, DECODE_WINDOW, LONGEST = 4, 16, 12, 512
@@ -86,13 +86,13 @@ class Host(Seats):
     """Seats as a host serves them, by the launches of a CUDA device or in plain torch. built: the seats that got an
     index, in order; blind: nobody is served; looks: how often the steps were counted."""
 
-    def __init__(self, seats: int, places: Places, *, launches: bool):
+    def __init__(self, seats: int, places: SeatRule, *, launches: bool):
         super().__init__(seats, places, LONGEST, torch.device("cpu"), most=8)
         self.launches = launches
         self.built: list[int] = []
         self.blind, self.looks = False, 0
 
-    def serve(self, batch: StepRows, found: Found, indices: Sequence[LayerIndex]) -> Found:
+    def serve(self, batch: StepRows, found: SeatMatches, indices: Sequence[LayerIndex]) -> SeatMatches:
         return found if self.blind else super().serve(batch, found, indices)
 
     def _sit(self, seat: int, table: torch.Tensor, length: int, indices: Sequence[LayerIndex]) -> None:
@@ -124,12 +124,12 @@ class Engine:
         self.index = LayerIndex(selector(made, budget, candidates), self.pool, Room(seats, LONGEST), self.uncoded,
                                 scale=SCALE, rope=rope() if made.key_space == "pre" else None, maps=completes,
                                 kind=torch.float32, scales=scales)
-        self.seats = Host(seats, Places(SINK, WINDOW, DECODE_WINDOW, dense_below, PAGE), launches=launches)
+        self.seats = Host(seats, SeatRule(SINK, WINDOW, DECODE_WINDOW, dense_below, PAGE), launches=launches)
         self.seats.uncoded = self.uncoded
         warm([self.index], SINK)
         self.width = width
         self.free = list(range(1, blocks))
-        self.found: Found | None = None
+        self.found: SeatMatches | None = None
         self.given: tuple[torch.Tensor, DecodeMetadata, torch.Tensor] | None = None
 
     def take(self, request: Request, length: int) -> None:
@@ -154,19 +154,19 @@ class Engine:
         prefilling = None if prefill is None else torch.full((len(work),), prefill)
         batch = StepRows(lengths, starts, table, torch.cat(slots), prefilling)
         decode = max(n for _, n in work) == 1
-        self.found = found = self.seats.follow(batch, new=batch.slots, decode=decode)
+        self.found = found = self.seats.follow(batch, new=batch.slot_mapping, decode=decode)
         # beside a prompt the rows that decode are attended to apart
         rows = torch.tensor([i for i, (_, n) in enumerate(work) if decode or (n == 1 and not prefill)])
         if rows.numel():
             self.found = found = self.seats.serve(batch, found, [self.index])
             part, own, _ = rows_of(batch, found, rows)
-            lanes = self.seats.lanes(part, own)
+            lanes = self.seats.metadata(part, own)
         if not decode:
             self.seats.other_batch()
         flat = self.pool.transpose(1, 2).flatten(0, 1)
         ks, vs = self.scales or Scales()
-        flat[batch.slots] = torch.cat([torch.cat(keys) / ks, torch.cat(values) / vs], -1).to(flat.dtype)
-        self.index.pages.write(torch.cat(keys), batch.slots)
+        flat[batch.slot_mapping] = torch.cat([torch.cat(keys) / ks, torch.cat(values) / vs], -1).to(flat.dtype)
+        self.index.pages.write(torch.cat(keys), batch.slot_mapping)
         outs: list[torch.Tensor | None] = [None] * len(work)
         if not rows.numel():
             return outs

@@ -39,8 +39,8 @@ def serve(job: dict[str, Any]) -> dict[str, Any]:
     counted(seats, "build_seat", lambda *_: add("built"))
     counted(seats, "extend_seat", lambda *_: add("moved"))
     counted(Scheduler, "_preempt_request", lambda *_: add("preemptions"))
-    counted(Seats, "follow", lambda batch: add("mixed", int(bool((batch.starts.diff() == 1).any())
-                                                            and bool((batch.starts.diff() > 1).any()))))
+    counted(Seats, "follow", lambda batch: add("mixed", int(bool((batch.query_start_loc.diff() == 1).any())
+                                                            and bool((batch.query_start_loc.diff() > 1).any()))))
     counted(Seats, "empty", lambda short: add("short", int(short)))
     llm = LLM(model=job["model"], skip_tokenizer_init=True, dtype=job["dtype"], enforce_eager=True, seed=0,
               **job["engine"])

@@ -78,7 +78,7 @@ def test_layers_made_together_are_each_by_itself(
         for one, other in zip(together, alone, strict=True):
             found, wanted = kept(one), kept(other)
             assert len(found) == len(wanted) and all(map(torch.equal, found, wanted))
-            made = one.made[1][0]
+            made = one.requests[1][0]
             assert made is not None and (made.codes is one.pages.codes if sketched else made.buckets is not None)
     assert any(bool((x != y).any()) for x, y in zip(kept(together[0]), kept(together[1]), strict=True))
 

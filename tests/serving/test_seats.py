@@ -152,7 +152,7 @@ def test_borders_move_at_once_although_the_host_sees_nothing(make: Make) -> None
             decode(which, requests, 1)
         assert torch.equal(engine.seats.tail, exact.seats.tail), now
     joins = DECODE_WINDOW - DECODE_WINDOW // 2 + 1
-    assert int(exact.seats.tail[0]) > 100 + 4 * joins - engine.seats.places.window_size
+    assert int(exact.seats.tail[0]) > 100 + 4 * joins - engine.seats.rule.window_size
     assert 8 < engine.seats.looks < 3 * DECODE_WINDOW
 
 
@@ -165,10 +165,10 @@ def test_rows_that_pad_a_batch_do_nothing(make: Make) -> None:
     batch = StepRows(torch.zeros(3, dtype=torch.int32), torch.zeros(4, dtype=torch.int32),
                   torch.zeros(3, engine.width, dtype=torch.int32), torch.full((3,), -1))
     found = engine.seats.serve(batch, engine.seats.follow(batch, decode=True), [engine.index])
-    lanes = engine.seats.lanes(batch, found)
+    lanes = engine.seats.metadata(batch, found)
     assert not lanes.sparse.any() and not lanes.rest.any() and bool((lanes.anchors == -1).all())
     assert torch.equal(before, engine.seats.length)
-    assert not step(engine.index, torch.randn(3, HEADS * GROUP, DIM), lanes, batch.table).any()
+    assert not step(engine.index, torch.randn(3, HEADS * GROUP, DIM), lanes, batch.block_table).any()
 
 
 def test_a_tail_that_nobody_took_in_is_attended_to_fully_in_the_end(make: Make) -> None:

@@ -22,10 +22,10 @@ from paged import (
 )
 
 from sparsekv.artifacts.phi import PhiLayer
-from sparsekv.artifacts.router import RouterLayer
 from sparsekv.core.estimators import PhiEstimator
+from sparsekv.core.index import RouterLayer
 from sparsekv.core.layer import LayerView, Queries
-from sparsekv.core.regions import Regions
+from sparsekv.core.regions import Regions, TailRule
 from sparsekv.core.step import LayerState, build
 from sparsekv.runtime.vllm.paged import Scales
 
@@ -38,12 +38,12 @@ class Attached:
         self.request = request
         past = request.length - 1
         regions = Regions.at_prefill_end(torch.zeros(1, dtype=torch.long), past, SINK, WINDOW)
-        view = LayerView(*self._cache(past), regions, SCALE, HEADS * GROUP, rope=rope())
+        view = LayerView(*self._cache(past), regions=regions, scale=SCALE, num_query_heads=HEADS * GROUP, rope=rope())
         estimator = None if completes is None else PhiEstimator(completes)
         chooses = selector(made, budget, candidates)
         chooses.alone = False  # as requests of a server choose
         build(view, chooses, estimator)
-        self.state = LayerState(view, chooses, estimator, window_size=WINDOW, decode_window=DECODE_WINDOW)
+        self.state = LayerState(view, chooses, estimator, TailRule(WINDOW, DECODE_WINDOW))
 
     def _cache(self, length: int) -> list[torch.Tensor]:
         return [x[None, :length].transpose(1, 2) for x in (self.request.k, self.request.v)]

@@ -79,10 +79,11 @@ def test_a_piece_reads_what_the_core_reads(count: int, scales: Scales | None) ->
     write(pool, k / index.pages.scales.key, v / index.pages.scales.value, piece.slots)
     keys, values, query = (x.transpose(0, 1)[None] for x in (k, v, q[-count:]))
     regions = Regions.at_prefill_end(torch.zeros(1, dtype=torch.long), LONG, 0, 0)
-    expected = FEW.read(LayerView(keys, values, regions, SCALE, HEADS * GROUP), query)
+    view = LayerView(keys, values, regions=regions, scale=SCALE, num_query_heads=HEADS * GROUP)
+    expected = FEW.read(view, query)
     found = index.read(q[-count:], piece.slots, FEW)
     torch.testing.assert_close(found, expected[0].transpose(0, 1), rtol=1e-4, atol=1e-5)
-    dense = prefill.dense(LayerView(keys, values, regions, SCALE, HEADS * GROUP), query, LONG)
+    dense = prefill.dense(view, query, LONG)
     apart = (found - dense[0].transpose(0, 1)).abs().amax((1, 2))
     assert apart[:-FEW.exact].max() > 0.01 and apart[-FEW.exact:].max() < 1e-5, "the last tokens alone read all"
 
@@ -99,7 +100,8 @@ def test_the_scores_of_a_prompt_fit_what_is_counted(heads: int, length: int, mon
     whole, empty = length // BLOCK * BLOCK, torch.zeros(1)
     regions = Regions.of_equal_rows(torch.zeros(1, dtype=torch.long), whole, 0, 0)
     keys = empty.expand(1, 1, whole, 1)
-    SparsePrompts(exact=0).read(LayerView(keys, keys, regions, 1.0, heads), empty.expand(1, heads, BLOCK * 400, 1))
+    view = LayerView(keys, keys, regions=regions, scale=1.0, num_query_heads=heads)
+    SparsePrompts(exact=0).read(view, empty.expand(1, heads, BLOCK * 400, 1))
     counted = prompt_bytes((heads, 2), 8, length, 2) - 2 * 2 * 8 * 2 * length
     assert max(seen) * 18 // 16 <= counted < 3 * max(seen)
 

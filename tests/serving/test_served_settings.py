@@ -14,7 +14,6 @@ from tiny import make_model
 from tiny_artifacts import artifacts
 
 from sparsekv.core.prefill import SparsePrompts
-from sparsekv.runtime.settings import LayerSetting, Settings
 from sparsekv.runtime.vllm.checks import check_engine, served_shape
 from sparsekv.runtime.vllm.settings import ServedShape, Serving, served_model
 from sparsekv.runtime.vllm.summaries import bytes_of
@@ -35,12 +34,6 @@ def folder(tmp_path_factory) -> Path:
     maps.shift, maps.gate = maps.shift[:2], maps.gate[:2]
     maps.save(where / "phi")
     artifacts(make_model(), sketched=False)[0].save(where / "bare")
-    common = made.config.model, "router"
-    layers = {1: LayerSetting(0.02), 2: LayerSetting(0.1)}
-    Settings(*common, "none", 2, 9, layers, str(where / "router")).save(where / "recommended.json")
-    gates = {1: LayerSetting(0.02, [1.0, 0.5, 0.0, 1.0]), 2: LayerSetting(0.02)}
-    Settings(*common, "phi", 2, 9, gates, str(where / "router")).save(where / "mapless.json")
-    Settings(*common, "phi", 2, 9, gates, str(where / "router"), str(where / "phi")).save(where / "completed.json")
     return where
 
 
@@ -51,20 +44,12 @@ def load(folder: Path, **entries: Any) -> Serving:
 
 def test_what_is_not_said_is_the_artifacts(folder: Path) -> None:
     plan = served_model(load(folder, router="router", token_budget=0.02, dense_layers=[-1]), SHAPE)
-    assert plan.budgets == {0: 0.02, 1: 0.02} and (plan.sink_size, plan.window_size) == (4, 16)
+    assert plan.layers == {0, 1} and plan.selector.token_budget == 0.02
+    assert (plan.sink_size, plan.window_size) == (4, 16)
     assert plan.selector.name == "sketch"
     layer = plan.layer(1)
     assert layer is not None and layer.reads_codes and plan.layer(2) is None
     assert served_model(load(folder, router="router"), SHAPE).layer(1).spent_budget == 0.05
-
-
-@pytest.mark.parametrize("direct", [True, False])
-def test_a_recommended_file_brings_budgets_by_layer(folder: Path, direct: bool) -> None:
-    made = Serving.load(folder / "recommended.json") if direct else load(folder, recommended="recommended.json")
-    plan = served_model(made, SHAPE)
-    assert plan.budgets == {1: 0.02, 2: 0.1} and (plan.sink_size, plan.window_size) == (2, 9)
-    layer = plan.layer(2)
-    assert plan.selector.name == "router" and layer is not None and not layer.reads_codes and layer.token_budget == 0.1
 
 
 def test_a_router_by_name(folder: Path) -> None:
@@ -87,16 +72,6 @@ def test_maps_complete_where_there_are_some(folder: Path) -> None:
     assert alone.maps(1) is not None and alone.maps(2) is None
 
 
-def test_a_recommended_file_brings_gates_by_layer(folder: Path) -> None:
-    for made in (Serving.load(folder / "completed.json"), load(folder, recommended="mapless.json", phi="phi")):
-        plan = served_model(made, SHAPE)
-        found = plan.maps(1)
-        assert found is not None and plan.maps(2) is None
-        assert found.offset.exp().tolist() == [1.0, 0.5, 0.0, 1.0]
-    plan = served_model(load(folder, recommended="completed.json", completion="none"), SHAPE)
-    assert plan.maps(1) is None and plan.budgets == {1: 0.02, 2: 0.02}
-
-
 def test_how_prompts_are_read(folder: Path) -> None:
     for entry, expected in (("dense", None), ("sparse", SparsePrompts()),
                             ({"share": 0.2, "shortest": 0}, SparsePrompts(share=0.2, shortest=0))):
@@ -117,7 +92,8 @@ def test_how_prompts_are_read(folder: Path) -> None:
     ({"router": "router", "selector": "quest"}, "selector 'quest'; expected router or sketch"),
     ({"router": "router", "placement": "cpu"}, "placement 'cpu'; expected gpu"),
     ({"router": "router", "probes": 3}, "probes 3; expected none"),
-    ({"recommended": "recommended.json", "token_budget": 0.1}, "recommended and token_budget"),
+    ({"router": "router", "recommended": "a.json"}, "an entry 'recommended'; expected some of artifacts, "),
+    ({"format": "sparsekv-settings", "layers": {"1": {"budget": 0.1}}}, "budgets and gates by layer, which are not"),
     ({"router": "router", "prefill": "half"}, "prefill is 'half'; expected dense, sparse, or a SparsePrompts"),
     ({"router": "router", "prefill": True}, "prefill must be .*, found True"),
     ({"router": "router", "prefill": {"chunk": 3}}, "'chunk': 3.*object with some of share, least, exact"),
@@ -133,9 +109,7 @@ def test_bad_entries(folder: Path, entries: dict[str, Any], said: str) -> None:
     ({"router": "nowhere"}, "nowhere"),
     ({"router": "bare", "selector": "sketch"}, "no sketches"),
     ({"router": "router", "dense_layers": [3]}, "layer 3; this model has layers 0 to 2"),
-    ({"recommended": "mapless.json"}, "completion phi needs trained feature maps"),
     ({"router": "router", "completion": "phi"}, "completion phi needs trained feature maps"),
-    ({"recommended": "recommended.json", "phi": "phi", "completion": "phi"}, "completes with none and has no gates"),
     ({"artifacts": "phi"}, "hold no router"),
     ({"router": "router", "phi": "phi"}, "different sink_size"),
     ({"router": "router", "candidates": 2.0}, "candidates of selector sketch must be .* from 0.0 to 1.0, found 2.0"),

@@ -3,9 +3,9 @@
 import torch
 
 from sparsekv.artifacts.phi import PhiLayer
-from sparsekv.artifacts.router import RouterLayer
 from sparsekv.core.buckets import fit_buckets
 from sparsekv.core.estimators import PhiEstimator
+from sparsekv.core.index import RouterLayer
 from sparsekv.core.offline import Window, mid_share, relative_error, requests
 from sparsekv.core.step import sparse_step, two_parts
 from sparsekv.models.feature_map import CentredMap, FeatureMap, FeatureMaps

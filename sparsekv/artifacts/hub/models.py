@@ -12,9 +12,11 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
+from sparsekv.artifacts.hub.named import on_hub
 from sparsekv.artifacts.hub.network import failed_request, in_time
 from sparsekv.artifacts.hub.sizes import check_folder, check_gguf, check_sizes
 from sparsekv.util.errors import SparseKVError, check_choice, first_line
+from sparsekv.util.progress import hide, progress
 
 MOST_ROPE = 1024
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -36,12 +38,20 @@ def load_model(
     device = resolve_device(device)
     source, extra = _locate(spec)
     try:
-        with _quiet(bool(extra)), _read_once(bool(extra)), in_time():
+        with _shown(spec, source), _quiet(bool(extra), Path(source).exists()), _read_once(bool(extra)), in_time():
             return _load(spec, source, extra, dtype, device, rope_scaling)
     except SparseKVError:
         raise
     except Exception as error:  # transformers and the readers of formats raise whatever they like
         raise _unloaded(spec, error) from error
+
+
+def _shown(spec: str, source: str) -> contextlib.AbstractContextManager[Any]:
+    """A bar of ours for what lies here; of what is fetched transformers and the hub's client draw their own."""
+    if Path(source).exists():
+        return progress(f"load {spec}")
+    hide()
+    return contextlib.nullcontext()
 
 
 def attention_modules(model: Any) -> dict[int, Any]:
@@ -170,9 +180,9 @@ def _locate(spec: str) -> tuple[str, dict[str, str]]:
         return str(path.parent), {"gguf_file": path.name}
     if path.is_dir() and not (path / "config.json").is_file():
         raise SparseKVError(f"the folder {spec!r} holds no config.json: expected a Hugging Face model folder")
-    if not path.exists() and (spec.startswith((".", "/", "~")) or spec.count("/") > 1):
+    if not path.exists() and not on_hub(spec):
         raise SparseKVError(f"no model at {spec!r}: expected a folder with a config.json, a .gguf file, "
-                            "a Hugging Face name, or package:NAME")
+                            "a Hugging Face name as user/name, or package:NAME")
     return spec, {}
 
 
@@ -216,13 +226,14 @@ def _repair_gguf_tokens(model: Any, tokenizer: Any) -> None:
 
 
 @contextlib.contextmanager
-def _quiet(gguf: bool) -> Iterator[None]:
-    """Silence loading bars and notices; reading GGUF draws a bar of its own that has no switch."""
+def _quiet(gguf: bool, local: bool) -> Iterator[None]:
+    """Silence notices, and bars beside ours; reading GGUF draws a bar of its own that has no switch."""
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    if local:
+        logging.disable_progress_bar()
     try:
         with contextlib.redirect_stderr(io.StringIO()) if gguf else contextlib.nullcontext():
             yield

@@ -15,13 +15,22 @@ from pathlib import Path
 from sparsekv.artifacts.checks import brief
 from sparsekv.artifacts.format import CONFIG, TENSORS, read_config
 from sparsekv.artifacts.hub.network import in_time, refused
-from sparsekv.artifacts.hub.shipped import trained
+from sparsekv.artifacts.hub.shipped import TRAINED, trained
 from sparsekv.util.errors import SparseKVError
+from sparsekv.util.progress import hide
 
 KINDS = ("router", "phi")
 OWN = tuple(f"{folder}{file}" for folder in ("", *(f"{kind}/" for kind in KINDS)) for file in (CONFIG, TENSORS))
 """Files of a repository that are artifacts'."""
+QUALITY = "quality.json"
+"""The quality card of a training on text."""
 REPOSITORY = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*)(@(?P<revision>[^@\s]+))?")
+
+
+def on_hub(name: str) -> bool:
+    """True for a name that is no path here and can be a repository of the hub: `user/name`, where no folder here is
+    called `user`. A path that is misspelt is asked of nobody."""
+    return REPOSITORY.fullmatch(name) is not None and not Path(name).parent.is_dir()
 
 
 def find_artifact(name: str | Path, kind: str, revision: str | None = None) -> Path:
@@ -33,6 +42,16 @@ def find_artifact(name: str | Path, kind: str, revision: str | None = None) -> P
     return find_artifacts(name, (kind,), revision)[kind]
 
 
+def find_folder(name: str) -> Path:
+    """The folder, here or in the hub's cache, of what is no path: a training that ships, or a repository. Raises
+    SparseKVError as `find_artifact`."""
+    if not trained(name) and not on_hub(name):
+        raise SparseKVError(f"nothing at {name!r}: expected the folder of a capture store or an artifact, "
+                            f"{', '.join(TRAINED)}, or a repository of the hub as user/name")
+    found = list(find_artifacts(name).values())
+    return found[0] if len(found) == 1 else found[0].parent
+
+
 def find_artifacts(
     name: str | Path, kinds: Sequence[str] = (), revision: str | None = None,
 ) -> dict[str, Path]:
@@ -42,7 +61,7 @@ def find_artifacts(
     except OSError as error:
         raise SparseKVError(f"no artifact can lie at {brief(str(name))} ({error.strerror}); expected a folder, or a "
                             "repository of the hub as user/name") from error
-    remote = None if there else REPOSITORY.fullmatch(str(name))
+    remote = REPOSITORY.fullmatch(str(name)) if not there and on_hub(str(name)) else None
     if remote is None:
         if revision is not None:
             raise SparseKVError(f"revision {revision!r} was given for {brief(str(name))}, which is a path; expected a "
@@ -52,7 +71,7 @@ def find_artifacts(
     if revision is not None and remote["revision"] not in (None, revision):
         raise SparseKVError(f"{name!r} names one revision and revision={revision!r} another; give one of them")
     repo, revision = remote["repo"], revision or remote["revision"]
-    root = fetch(repo, revision, [file for file in OWN if file.endswith(CONFIG)])
+    root = fetch(repo, revision, [QUALITY, *(file for file in OWN if file.endswith(CONFIG))])
     found = _wanted(name, _there(root, name), kinds, root)
     fetch(repo, root.name, [(folder.relative_to(root) / TENSORS).as_posix() for folder in found.values()])
     return found
@@ -86,6 +105,7 @@ def fetch(repo: str, revision: str | None, files: Sequence[str]) -> Path:
 
     from sparsekv import __version__
 
+    hide()  # the hub's client draws its own bars
     try:
         with in_time():
             return Path(snapshot_download(repo, revision=revision, allow_patterns=list(files), library_name="sparsekv",

@@ -6,9 +6,10 @@ import os
 import re
 import stat
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self, cast
 
 from sparsekv.artifacts.checks import reason
 from sparsekv.artifacts.format import CONFIG, TENSORS, load_artifact, read_config
@@ -18,6 +19,7 @@ from sparsekv.artifacts.hub.network import in_time, refused
 from sparsekv.artifacts.hub.text_quality import FILE, checksums, parse_quality
 from sparsekv.util.config import option
 from sparsekv.util.errors import SparseKVError, printable
+from sparsekv.util.progress import hide
 
 METRICS = "metrics.csv"
 
@@ -81,6 +83,7 @@ def push(
         raise SparseKVError(f"pushing to {constants.ENDPOINT} needs a token: set HF_TOKEN, or run `hf auth login`")
     files = _files(Path(folder), found, name, license)
     api = HfApi(library_name="sparsekv", library_version=__version__)
+    hide()  # its client draws its own bars
     try:
         with in_time():
             made = api.create_repo(name, private=private or None, exist_ok=True)
@@ -100,15 +103,30 @@ def push(
         raise refused(error, name, revision, "push to") from error
 
 
-def push_object(
-    self: Any, name: str, *, private: bool = False, revision: str | None = None, message: str | None = None,
-    license: str | None = None,
-) -> str:
-    """Push the artifact with its page to the repository `user/name` of the hub, made where there is none; returns the
-    address of the commit. Raises SparseKVError as `sparsekv.artifacts.hub.push.push`."""
-    with tempfile.TemporaryDirectory() as folder:
-        self.save(folder)
-        return push(folder, name, private=private, revision=revision, message=message, license=license)
+class OnHub:
+    """`load` and `save` by the names that Hugging Face's libraries have for them, and the way to the hub."""
+
+    save: Callable[..., None]
+    load: Callable[..., Any]
+
+    def save_pretrained(self, save_directory: str | Path) -> None:
+        """As `save`."""
+        self.save(save_directory)
+
+    @classmethod
+    def from_pretrained(cls, name: str | Path, *, revision: str | None = None) -> Self:
+        """As `load`."""
+        return cast(Self, cls.load(name, revision))
+
+    def push_to_hub(
+        self, name: str, *, private: bool = False, revision: str | None = None, message: str | None = None,
+        license: str | None = None,
+    ) -> str:
+        """Push the artifact with its page to the repository `user/name` of the hub, made where there is none; returns
+        the address of the commit. Raises SparseKVError as `sparsekv.artifacts.hub.push.push`."""
+        with tempfile.TemporaryDirectory() as folder:
+            self.save(folder)
+            return push(folder, name, private=private, revision=revision, message=message, license=license)
 
 
 def _refuse_others(name: str, revision: str | None, there: set[str]) -> None:

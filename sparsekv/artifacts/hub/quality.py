@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import re
 from typing import Any
 
 from sparsekv.core.registry import GREY, SELECTOR_ROWS
+from sparsekv.util.pages import canvas, drawn, legend, markdown
 
 LABELS = {"mass_share": "router", "sketch_mass_share": "router and sketches",
           "oracle_mass_share": "oracle on its buckets", "error": "nothing else",
@@ -51,9 +51,8 @@ def quality_table(kind: str, quality: dict[str, Any]) -> str:
     if not lines:
         return ""
     first = "context read" if kind == "router" else "read exactly"
-    rows = [[first, *(LABELS[name] for name in lines)], ["---", *("---:" for _ in lines)]]
-    rows += [[place, *(f"{quality[keys[i]]:.3f}" for keys in lines.values())] for i, place in enumerate(places)]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return markdown([first, *(LABELS[name] for name in lines)], [
+        [place, *(f"{quality[keys[i]]:.3f}" for keys in lines.values())] for i, place in enumerate(places)])
 
 
 def quality_figure(kind: str, quality: dict[str, Any]) -> bytes | None:
@@ -63,11 +62,8 @@ def quality_figure(kind: str, quality: dict[str, Any]) -> bytes | None:
     if not lines or not all(key in heads for keys in lines.values() for key in keys):
         return None
     import numpy as np
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7.2, 3.6), layout="constrained")
-    axes = figure.add_subplot()
+    figure, axes = canvas(height=3.6)
     at = np.arange(len(places))
     for name, keys in lines.items():
         low, high = np.stack([np.quantile(np.concatenate([np.asarray(row, float) for row in heads[key]]), (0.25, 0.75))
@@ -80,10 +76,5 @@ def quality_figure(kind: str, quality: dict[str, Any]) -> bytes | None:
     axes.set_ylim(bottom=0)
     axes.set_xlabel("context read" if kind == "router" else "read exactly")
     axes.set_ylabel("attention read [share]" if kind == "router" else "error [relative L2]")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", color="#8888", linewidth=0.5)
-    axes.legend(frameon=False, ncols=len(lines), loc="lower left", bbox_to_anchor=(0.0, 1.0), borderaxespad=0.2)
-    FigureCanvasAgg(figure)
-    made = io.BytesIO()
-    figure.savefig(made, format="png", dpi=160, facecolor="white", metadata={"Software": None})
-    return made.getvalue()
+    legend(axes)
+    return drawn(figure).png

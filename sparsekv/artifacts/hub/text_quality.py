@@ -3,7 +3,6 @@ perplexity, and bytes read, by budget, and the budget that follows. `evaluation/
 
 from __future__ import annotations
 
-import io
 import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -12,12 +11,16 @@ from typing import Any
 from sparsekv.artifacts.checks import check_version, damaged, from_record, parse_object
 from sparsekv.artifacts.format import read_config
 from sparsekv.artifacts.hub.named import KINDS
+from sparsekv.artifacts.hub.named import QUALITY as FILE
 from sparsekv.core.registry import ESTIMATOR_ROWS, GREY, NONE, SELECTOR_ROWS
 from sparsekv.util.errors import SparseKVError
+from sparsekv.util.pages import Drawing, canvas, drawn, legend, markdown
 from sparsekv.util.records import write_json
 
-FILE, FIGURE = "quality.json", "quality.png"
+FIGURE = "quality.png"
 FORMAT_VERSION = 1
+COLUMNS = ("what is read", "token_budget", "KL [nats a token]", "same next token", "perplexity", "bytes read",
+           "ms a token")
 GOAL = 0.005
 """How much above full attention's the perplexity may be at a budget that is recommended, a share of it."""
 CAPTION = ("Perplexity above full attention's (with 95 % intervals; dotted: the goal) and next tokens that are full "
@@ -29,7 +32,8 @@ class Setting:
     """One way to decode, and what it costs. loss: perplexity over full attention's, less 1; margin: half of its 95 %
     interval; same_tokens: share of next tokens that are full attention's, the text before each given; bytes_read: all
     that a step of a sparse layer reads over the bytes of its keys and values; kl: mean KL(full || method) of the next
-    token [nats a token], None in cards of earlier versions."""
+    token [nats a token]; ms_per_token: time of a decode step after a window, of a batch of one [ms]; both None in cards
+    of earlier versions."""
 
     selector: str
     completion: str
@@ -39,6 +43,7 @@ class Setting:
     same_tokens: float
     bytes_read: float
     kl: float | None = None
+    ms_per_token: float | None = None
 
     @property
     def name(self) -> str:
@@ -56,8 +61,8 @@ class Setting:
 @dataclass(frozen=True)
 class TextQuality:
     """tokens: at the end of every window, scored given all before; unseen: whether neither training nor calibration
-    has seen the windows' text; perplexity: full attention's; artifacts: their checksums, by kind; origin: machine,
-    commit, hash and type of the weights."""
+    has seen the windows' text; perplexity and ms_per_token: full attention's; artifacts: their checksums, by kind;
+    origin: machine, commit, hash and type of the weights."""
 
     corpus: str
     unseen: bool
@@ -69,6 +74,7 @@ class TextQuality:
     settings: list[Setting]
     origin: dict[str, Any] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
+    ms_per_token: float | None = None
 
     @property
     def good(self) -> list[Setting]:
@@ -108,12 +114,27 @@ class TextQuality:
 
     def table(self) -> str:
         """In Markdown: a line a setting."""
-        lines = [("what is read", "token_budget", "KL [nats a token]", "same next token", "perplexity", "bytes read"),
-                 ("---", *["---:"] * 5)]
-        lines += [(s.name, f"{s.token_budget:g}", "–" if s.kl is None else f"{s.kl:.2g}",
-                   f"{100 * s.same_tokens:.1f} %", f"{_signed(s.loss)} ± {100 * s.margin:.1f} %",
-                   f"{100 * s.bytes_read:.1f} %") for s in self.settings]
-        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        return markdown(COLUMNS, self.lines())
+
+    def lines(self) -> list[list[str]]:
+        """Under `COLUMNS` a line a setting."""
+        return [[s.name, f"{s.token_budget:g}", "–" if s.kl is None else f"{s.kl:.2g}", f"{100 * s.same_tokens:.1f} %",
+                 f"{_signed(s.loss)} ± {100 * s.margin:.1f} %", f"{100 * s.bytes_read:.1f} %", _ms(s.ms_per_token)]
+                for s in self.settings]
+
+    def verdict(self) -> dict[str, str]:
+        """Gain, loss and setting of what is recommended, each a sentence, by name."""
+        best, mine, full = self.recommended, self.recommended.ms_per_token, self.ms_per_token
+        gain = f"A step of a sparse layer reads {100 * best.bytes_read:.1f} % of the bytes of its keys and values."
+        if mine is not None and full is not None:
+            gain += (f" After {self.context_length} tokens a token takes {_ms(mine)} ms, with full attention "
+                     f"{_ms(full)} ms ({self.origin.get('machine', 'this machine')})")
+            gain += "." if mine < full else "; so short a cache is decoded with full attention by default."
+        loss = (f"Perplexity {_signed(best.loss)} ± {100 * best.margin:.1f} %; {100 * best.same_tokens:.1f} % of the "
+                "next tokens are full attention's")
+        return {"Gain": gain, "Loss": f"{loss}." if best.kl is None else f"{loss}; KL {best.kl:.2g} nats a token.",
+                "Setting": f"{best.arguments} ({best.name})" + (
+                    "." if self.good else f"; no budget measured stays within {100 * GOAL:g} % of the perplexity.")}
 
     def advice(self) -> str:
         """`recommended: token_budget=…`, and why."""
@@ -129,13 +150,9 @@ class TextQuality:
                     "perplexity` measures more text")
         return f"recommended: {best.arguments} ({best.name}): {why}"
 
-    def figure(self) -> bytes:
-        """Both columns over the budgets, as PNG."""
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(7.2, 3.1), layout="constrained")
-        left, right = figure.subplots(1, 2)
+    def figure(self) -> Drawing:
+        """Perplexity and next tokens over the budgets."""
+        figure, (left, right) = canvas(2, height=3.1)
         budgets = sorted({s.token_budget for s in self.settings})
         for number, name in enumerate(dict.fromkeys(s.name for s in self.settings)):
             line = sorted((s for s in self.settings if s.name == name), key=lambda s: s.token_budget)
@@ -152,13 +169,12 @@ class TextQuality:
         for axes in (left, right):
             axes.set_xticks(range(len(budgets)), [f"{100 * b:g} %" for b in budgets])
             axes.set_xlabel("token_budget")
-            axes.spines[["top", "right"]].set_visible(False)
-            axes.grid(axis="y", color="#8888", linewidth=0.5)
-        left.legend(frameon=False, fontsize=9, ncols=2, loc="lower left", bbox_to_anchor=(0.0, 1.0), borderaxespad=0.2)
-        FigureCanvasAgg(figure)
-        made = io.BytesIO()
-        figure.savefig(made, format="png", dpi=160, facecolor="white", metadata={"Software": None})
-        return made.getvalue()
+        legend(left)
+        return drawn(figure)
+
+
+def _ms(milliseconds: float | None) -> str:
+    return "–" if milliseconds is None else f"{milliseconds:.3g}"
 
 
 def _signed(share: float) -> str:

@@ -15,6 +15,10 @@ from sparsekv.kernels import CompletionQuery
 class Estimator(RowState):
     """Estimates `Σ exp(s_i)` and `Σ exp(s_i) v_i` over the mid tokens outside a selection, whatever made it."""
 
+    in_kernel: bool = False
+    """Whether the attention kernel can take the selection out of the estimate and add what is left, given `query`;
+    otherwise `partial` is called after it. Known once it is built."""
+
     def extend(self, view: Any, old: Regions) -> None:
         """The mid region grew from `old` to `view.regions`; the default builds again."""
         self.build(view)
@@ -23,14 +27,8 @@ class Estimator(RowState):
         """Set the share of the context that later steps read beside the anchors: a float, or `[B]` per row."""
 
     def load(self, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-        """What was trained, on the device where layers with keys of this precision decode, made once for all forks."""
+        """Put what was trained on the device, for layers with keys of this precision; once for all forks."""
         return []
-
-    @property
-    def in_kernel(self) -> bool:
-        """Whether the attention kernel can take the selection out of the estimate and add what is left, given `query`;
-        otherwise `partial` is called after it."""
-        return False
 
     @property
     def key_sizes(self) -> tuple[int, int] | None:
@@ -47,7 +45,7 @@ class Estimator(RowState):
         raise NotImplementedError
 
     def cost_tokens(self, view: Any) -> float:
-        """What a step fetches of the summary, per KV head, in tokens of `2d` elements (completion paper, appendix
+        """Return what a step fetches of the summary, per KV head [tokens of `2d` elements] (completion paper, appendix
         D)."""
         raise NotImplementedError
 

@@ -44,7 +44,6 @@ class CentroidEstimator(Estimator):
 
     def __init__(self, num_buckets: int = 256):
         self.num_buckets = num_buckets
-        self.in_place = False
         self.centroids: Tensor
         self.number: Tensor
         """The bucket of every token by its number, `[B, Hkv, N]` int16."""
@@ -61,7 +60,7 @@ class CentroidEstimator(Estimator):
 
     def take_heads(self, whole: Self, state: dict[str, Any]) -> None:
         super().take_heads(whole, state)
-        self.in_place = whole.in_place
+        self.in_kernel = whole.in_kernel
 
     def build(self, view: CacheLayer) -> None:
         regions, heads = view.regions, view.num_kv_heads
@@ -70,7 +69,7 @@ class CentroidEstimator(Estimator):
         spaced = spaced_by(regions, lambda tokens: MOVES.stride(tokens, self.num_buckets))
         start = own_centroids(keys, regions.mid_first, regions.mid_last, self.num_buckets)
         # every row has its own buckets: its heads are heads of one long row
-        some, used = spaced.take(keys), spaced.used(regions).to(keys.device)
+        some, used = spaced.take(keys), spaced.used(regions)
         moves = Moves(MOVES.iterations, max(1, some.shape[2]))
         self.centroids = fit_buckets(some.flatten(0, 1), start.flatten(0, 1), used.repeat_interleave(heads, dim=0),
                                      moves=moves)[0].unflatten(0, (rows, heads))
@@ -80,36 +79,30 @@ class CentroidEstimator(Estimator):
         self.counts = torch.zeros(shape, dtype=kind, device=keys.device)
         self.key_sums, self.value_sums = (torch.zeros(*shape, view.head_dim, dtype=kind, device=keys.device)
                                           for _ in range(2))
-        self.in_place = view.in_place
-        self._add(view, regions.mid_first, regions.edges[0], end)
+        self.in_kernel = view.in_place
+        self._add(view, None, regions.edges[0], end)
 
     def restore(self, view: CacheLayer, state: dict[str, Any]) -> None:
         super().restore(view, state)
-        self.in_place = view.in_place
+        self.in_kernel = view.in_place
 
     def extend(self, view: CacheLayer, old: Regions) -> None:
-        first = torch.maximum(old.mid_last, view.regions.mid_first)
-        self._add(view, first, old.edges[2], view.regions.edges[3])
+        self._add(view, old.mid_last, old.edges[2], view.regions.edges[3])
 
-    def _add(self, view: CacheLayer, first: Tensor, low: int, end: int) -> None:
-        """The tokens from `first[b]` on join their buckets; numbers are those of all tokens before `end`."""
+    def _add(self, view: CacheLayer, after: Tensor | None, low: int, end: int) -> None:
+        """The tokens of the mid region, from `after[b]` on where given, join their buckets; numbers are those of all
+        tokens before `end`."""
         known = min(self.number.shape[-1], low)
         new = assign_buckets(view.keys_at(known, end), self.centroids)
         self.number = torch.cat([self.number[..., :known], new.to(torch.int16)], dim=-1)
         for a in range(low, end, BLOCK):
             b = min(a + BLOCK, end)
-            places = torch.arange(a, b, device=first.device)
-            joined = ((places >= first[:, None]) & (places < view.regions.mid_last[:, None]))[:, None]
-            number = self.number[..., a:b]
+            joined, number = view.regions.mid_mask(a, b, after)[:, None], self.number[..., a:b]
             count, keys = bucket_sums(view.keys_at(a, b), number, joined, self.num_buckets)
             values = bucket_sums(view.values_at(a, b), number, joined, self.num_buckets)[1]
             self.counts, self.key_sums, self.value_sums = (
                 self.counts + count, self.key_sums + keys, self.value_sums + values)
         self.means = (self.key_sums / self.counts.clamp(min=1)[..., None]).to(view.dtype)
-
-    @property
-    def in_kernel(self) -> bool:
-        return self.in_place
 
     def query(self, view: CacheLayer, queries: Queries) -> CompletionQuery:
         sums = BucketSums(self.means, self.counts, self.value_sums)

@@ -13,7 +13,6 @@ from sparsekv.core.layer import (
     CacheLayer,
     Queries,
     Selection,
-    choose_rows,
     heads_joined,
     mapped,
     take_rows,
@@ -48,11 +47,11 @@ class TrainedMaps(Protocol):
 
     @property
     def capped(self) -> bool:
-        """Whether the estimated mass is capped."""
+        """True where the estimated mass is capped."""
 
     @property
     def centred(self) -> bool:
-        """Whether half of the features see keys without the request's mean key."""
+        """True where half of the features see keys without the request's mean key."""
 
     @property
     def offset(self) -> Tensor:
@@ -60,10 +59,10 @@ class TrainedMaps(Protocol):
 
     @property
     def query_map(self) -> FeatureMapWeights:
-        """Of every query head."""
+        """The map of every query head."""
 
     def of_keys(self, dtype: torch.dtype) -> KeyMap | FeatureMapWeights:
-        """Of every KV head, with products in `dtype`; as it is where it has blocks."""
+        """Return the map of every KV head, with products in `dtype`; as it is where it has blocks."""
 
     def at(self, share: float | Tensor) -> TrainedMaps:
         """Calibrated for a share of the context that is read, or for one a row."""
@@ -105,7 +104,6 @@ class PhiEstimator(Estimator):
         """Both maps as they are run, by precision, made once for all forks."""
         self.weights: FeatureMapWeights | None = None
         self.key_map: KeyMap | FeatureMapWeights | None = None
-        self.in_place = False
 
     def build(self, view: CacheLayer) -> None:
         first, last = view.regions.mid_first, view.regions.mid_last
@@ -115,9 +113,9 @@ class PhiEstimator(Estimator):
         self._built_over(view)
         centre = None if self.centre is None else view.scale * self.centre
         key_map = self.map_for(view)
-        made = for_request(key_map, mean)
-        self.bias = made.bias if isinstance(made, KeyFeatures) else None
-        self.state = PhiState(*self._sum(view, made, first, last, edges), centre)
+        maps = for_request(key_map, mean)
+        self.bias = maps.bias if isinstance(maps, KeyFeatures) else None
+        self.state = PhiState(*self._sum(view, maps, first, last, edges), centre)
         if self.layer.capped:
             covariance = key_covariance(view.keys_at, first, last, mean, edges)
             self._describe(view, view.scale * mean, view.scale**2 * covariance)
@@ -140,7 +138,7 @@ class PhiEstimator(Estimator):
             self.key_map = self._map_of_keys(view.dtype, view.device)
         self._query_maps(view.dtype)  # here, so that the first step does not wait for them
         runs = fused(self.key_map) or not self.key_map.w_in.is_cuda
-        self.in_place = view.in_place and isinstance(self.key_map, KeyMap) and runs
+        self.in_kernel = view.in_place and isinstance(self.key_map, KeyMap) and runs
         return self.key_map
 
     def stacks_by(self, view: CacheLayer) -> Hashable | None:
@@ -172,12 +170,8 @@ class PhiEstimator(Estimator):
         doubled = None if self.built_size is None else view.regions.mid_sizes > 2 * self.built_size
         if doubled is None or not bool(doubled.all()):
             self._extend(view, old)
-        if doubled is not None and bool(doubled.any()):  # of those rows alone: rows are independent of the batch
-            kept = {name: getattr(self, name) for name in self.row_state}
-            self.build(view)
-            if not bool(doubled.all()):
-                for name, value in kept.items():
-                    setattr(self, name, choose_rows(doubled, getattr(self, name), value))
+        if doubled is not None and bool(doubled.any()):
+            self.remake(doubled, self.row_state, lambda: self.build(view))
 
     def _extend(self, view: CacheLayer, old: Regions) -> None:
         """The tokens that joined, with the mean key of when the cache was built."""
@@ -203,10 +197,6 @@ class PhiEstimator(Estimator):
             self.state = self.state._replace(moments=self.state.moments._replace(bound=self._bound(view)))
 
     @property
-    def in_kernel(self) -> bool:
-        return self.in_place
-
-    @property
     def key_sizes(self) -> tuple[int, int]:
         assert self.key_map is not None
         units, features = self.key_map.w_out.shape[-2:]
@@ -229,10 +219,10 @@ class PhiEstimator(Estimator):
 
     def _map_of_keys(self, dtype: torch.dtype, device: torch.device) -> KeyMap | FeatureMapWeights:
         """The map of keys in the precision that products of such keys have, on the device."""
-        made = product_dtype(torch.empty(0, dtype=dtype, device=device))
-        if made not in self.of_keys:
-            self.of_keys[made] = mapped(lambda w: w.to(device), self.layer.of_keys(made))
-        return self.of_keys[made]
+        precision = product_dtype(torch.empty(0, dtype=dtype, device=device))
+        if precision not in self.of_keys:
+            self.of_keys[precision] = mapped(lambda w: w.to(device), self.layer.of_keys(precision))
+        return self.of_keys[precision]
 
     def _query_maps(self, dtype: torch.dtype) -> FeatureMapWeights:
         """The maps of queries in their precision, where the offset lies: the trained ones may lie elsewhere."""
@@ -248,7 +238,7 @@ class PhiEstimator(Estimator):
         return phi_tokens(self.state.m.shape[-1], view.head_dim, moments=self.layer.capped)
 
     def _maps(self) -> KeyFeatures | BlockFeatures:
-        """By which the features of keys are made, relative to the cache's shift."""
+        """Return the map that makes the features of keys, relative to the cache's shift."""
         if isinstance(self.key_map, FeatureMapWeights):
             return BlockFeatures(self.key_map, self.state.m)
         assert self.key_map is not None and self.bias is not None
@@ -280,5 +270,5 @@ class PhiEstimator(Estimator):
         self.state = self.state._replace(moments=moments)
 
     def _bound(self, view: CacheLayer) -> Tensor:
-        """Where the keys that are read begin among those of the mid region."""
+        """Find where the keys that are read begin among those of the mid region."""
         return read_bound(self.share * view.regions.context / view.regions.mid_sizes.clamp(min=1))

@@ -29,9 +29,9 @@ class UniformEstimator(Estimator):
     def drawn(self, view: CacheLayer, queries: Queries) -> Tensor:
         """The tokens drawn, `[Q, Hkv, samples]` int64; 0 where the mid region is empty."""
         first, sizes = (queries.per_query(x)[:, None, None] for x in (view.regions.mid_first, view.regions.mid_sizes))
-        places = queries.lengths - queries.per_query(view.regions.starts)
+        positions = queries.lengths - queries.per_query(view.regions.starts)
         heads, samples = (torch.arange(n, device=view.device) for n in (view.num_kv_heads, self.samples))
-        of_head = (places[:, None, None] * 1024 + view.layer_idx) * view.num_kv_heads + heads[:, None]
+        of_head = (positions[:, None, None] * 1024 + view.layer_idx) * view.num_kv_heads + heads[:, None]
         share = (mixed(of_head * 2**20 + samples) & (2**24 - 1)).double() / 2**24
         return torch.where(sizes > 0, first + (share * sizes).long(), 0)
 

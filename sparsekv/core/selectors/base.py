@@ -16,7 +16,7 @@ from sparsekv.util.errors import SparseKVError, check_choice
 
 
 class Spends(enum.Enum):
-    """What a selector does with `token_budget`."""
+    """The use of `token_budget` by a selector."""
 
     NOTHING = "reads what it reads, whatever the budget"
     AT_BUILD = "what `build` makes depends on it, or steps change what is kept"
@@ -27,7 +27,7 @@ class Spends(enum.Enum):
 class Selector(RowState):
     """Chooses the mid tokens that a query reads exactly. The fields are the options; `build` makes one layer's state.
 
-    A class that is trained has a field `layer`: what an artifact has of the layer (`core/index.py: TrainedBuckets`). A
+    A class that is trained has a field `layer`: what an artifact has of the layer (`core/index.py: RouterLayer`). A
     class declares `row_state` and the three things below and overrides `validate`, `build`, `extend`, `select` and
     `cost_bytes`.
     """
@@ -76,17 +76,16 @@ class Selector(RowState):
 
     @property
     def reads_without_budget(self) -> bool:
-        """Whether other options say how much is read."""
+        """True where other options say how much is read."""
         return False
 
     def serves(self, layer_idx: int) -> bool:
-        """Whether a layer decodes sparsely with these options; the others keep full attention."""
+        """Return whether a layer decodes sparsely with these options; the others keep full attention."""
         return True
 
     def prepare(self, view: Any) -> None:
-        """Before `build` and `extend`: check the options and work out the budget of the mid region as it now is.
-        `budget [B]` int64 and `widest`, the largest of it, stay until the mid region grows, so that a step waits for
-        no device. Raises SparseKVError."""
+        """Check the options and work out the budget of the mid region as it now is. `budget [B]` int64 and `widest`,
+        the largest of it, stay until the mid region grows, so that a step waits for no device. Raises SparseKVError."""
         self.validate()
         tokens = tokens_of_budget(self.spent_budget, view.regions, accounting=self.accounting,
                                   completion_tokens=view.completion_tokens, clamped=False)
@@ -114,7 +113,7 @@ class Selector(RowState):
         self.budget = self.budget[index]
 
     def reader(self, sink: int, window: int) -> ReadsPrompts | None:
-        """Who reads prompts with this sink and this local window [tokens]; None: they are read densely."""
+        """Return the reader of prompts with this sink and this local window [tokens]; None: they are read densely."""
         return None
 
     def statistics(self) -> dict[str, float]:
@@ -127,12 +126,12 @@ class Selector(RowState):
 
     @classmethod
     def is_trained(cls) -> bool:
-        """Whether it takes a layer of a router artifact."""
+        """Return whether it takes a layer of a router artifact."""
         return any(f.name == "layer" for f in fields(cls))
 
 
 class ReadsPrompts(Protocol):
-    """Who reads prompts sparsely. shortest: the tokens of the shortest prompt that is read so."""
+    """A reader of sparse prompts. shortest: the tokens of the shortest prompt that is read so."""
 
     @property
     def shortest(self) -> int: ...

@@ -9,11 +9,11 @@ from typing import Any, ClassVar, Self
 from torch import Tensor
 
 from sparsekv.core.buckets import ALONE, BEFORE_CODES, Moves
-from sparsekv.core.index import Buckets, Index, TrainedBuckets, chosen_tokens, grow_buckets, make_buckets
+from sparsekv.core.index import Buckets, RouterLayer, grow_buckets, make_buckets
 from sparsekv.core.layer import CacheLayer, Queries, Selection, heads_joined
 from sparsekv.core.regions import Regions
 from sparsekv.core.selectors.base import Selector, Spends
-from sparsekv.kernels import QueryModel, route
+from sparsekv.kernels import Candidates, QueryModel, RouterScores, route, route_tokens
 from sparsekv.util.config import option
 from sparsekv.util.errors import SparseKVError, check_choice
 
@@ -43,15 +43,15 @@ class Router(Selector):
     adapt: bool = option(True, help="Trained buckets move to this request's keys at the end of its prefill, and none "
                                     "stays empty; mean_key scores only: a query model knows no such bucket.")
     layer: Any = None
-    """A `TrainedBuckets`."""
+    """A `RouterLayer`."""
 
     @property
     def moves(self) -> Moves:
-        """How trained buckets move to a request."""
+        """The move of trained buckets to a request."""
         return BEFORE_CODES if self.reads_codes else ALONE
 
     @property
-    def trained(self) -> TrainedBuckets:
+    def trained(self) -> RouterLayer:
         """Raises SparseKVError where there is none."""
         if self.layer is None:
             raise SparseKVError(f"selector {self.name} needs a trained router: give router=...")
@@ -97,9 +97,9 @@ class Router(Selector):
         return type(self), options, trained.key_space, trained.sketch is None, trained.sketch_bytes
 
     def of_heads(self, others: Sequence[Self], views: Sequence[CacheLayer]) -> Self:
-        made, layers = self.fork(), [one.layer for one in (self, *others)]
-        made.layer = heads_joined([layer._replace(weights=None) for layer in layers])
-        return made
+        joined, layers = self.fork(), [one.layer for one in (self, *others)]
+        joined.layer = heads_joined([layer._replace(weights=None) for layer in layers])
+        return joined
 
     def extend(self, view: CacheLayer, old: Regions) -> None:
         assert self.buckets is not None
@@ -114,13 +114,12 @@ class Router(Selector):
             return Selection(tokens=self._chosen(view, queries))
         assert self.buckets is not None
         counts = self.buckets.counts
-        scores = self.buckets.scores(view.scale) if self.weights is None else self.weights
-        chosen = route(self._asking(queries), scores, counts, min(self.probes, counts.shape[-1]))
+        chosen = route(self._asking(queries), self._scores(view), counts, min(self.probes, counts.shape[-1]))
         return Selection(buckets=chosen, order=self.buckets.order, offsets=self.buckets.offsets)
 
     @property
     def reads_codes(self) -> bool:
-        """Whether codes tell candidates apart."""
+        """True where codes tell candidates apart."""
         return False
 
     @property
@@ -134,19 +133,22 @@ class Router(Selector):
         assert self.buckets is not None
         return self.buckets.counts
 
-    @property
-    def index(self) -> Index:
-        """All that `select` reads."""
-        return Index(self.buckets, self.weights, None, None, self.budget, self.budget, self.widest, self.widest)
-
     def _chosen(self, view: CacheLayer, queries: Queries) -> Tensor:
-        """The tokens that the budget buys, `[Q, Hkv, widest]`."""
-        index = self.index
-        where = {} if index.buckets is not None or index.first is None else {
-            "first": queries.per_query(index.first), "last": queries.per_query(view.regions.mid_last)}
-        return chosen_tokens(
-            index, queries.folded, self._asking(queries), view.scale, budget=queries.per_query(index.budget),
-            pool=queries.per_query(index.pool), seats=queries.seats, **where)
+        """List the tokens that the budget buys, by number: `[Q, Hkv, widest]` int32 padded with -1."""
+        return route_tokens(*self._routed(view, queries, self.budget, self.widest))
+
+    def _routed(self, view: CacheLayer, queries: Queries, budget: Tensor, widest: int) -> Candidates:
+        """The tokens of the best buckets for a budget, by row, as the kernels list them."""
+        assert self.buckets is not None
+        order = self.buckets.order  # by seat one list for all queries
+        order = order if queries.seats is None else order.expand(len(queries.lengths), -1, -1)
+        return Candidates(self._asking(queries), self._scores(view), order, self.buckets.offsets,
+                          queries.per_query(budget), widest, queries.seats)
+
+    def _scores(self, view: CacheLayer) -> RouterScores:
+        """The query model, or the bucket means as scores."""
+        assert self.buckets is not None
+        return self.buckets.scores(view.scale) if self.weights is None else self.weights
 
     def _asking(self, queries: Queries) -> Tensor:
         """The queries in the space of the scores, `[Q, Hq, d]`."""
@@ -162,7 +164,7 @@ class Router(Selector):
         return QueryModel(*(w.to(view.device, view.dtype).contiguous() for w in trained.weights))
 
     def _bucket_bytes(self, view: CacheLayer, listed: int) -> float:
-        """What scores the buckets, where they begin, and the places of the tokens listed."""
+        """Count the bytes of what scores the buckets, where they begin, and the places of the tokens listed."""
         heads, buckets, dim = self.trained.centroids.shape
         size = view.dtype.itemsize
         scored = heads * buckets * (dim + 8) if self.weights is None else size * sum(w.numel() for w in self.weights)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from sparsekv.core.index import Index, TrainedBuckets, Untrained, choose_buckets, fit_basis, fit_side, list_whole
-from sparsekv.core.layer import CacheLayer, Queries, Selection, choose_rows
+from sparsekv.core.index import RouterLayer, Untrained, choose_buckets, fit_basis, fit_side, list_whole
+from sparsekv.core.layer import CacheLayer, Queries, Selection
 from sparsekv.core.regions import Regions, tokens_of_budget
 from sparsekv.core.selectors.router import Router
-from sparsekv.kernels import Sketch
+from sparsekv.kernels import Sketch, sketch_tokens
 from sparsekv.util.config import option
 from sparsekv.util.errors import SparseKVError, check_choice
 
@@ -58,7 +58,7 @@ class SketchRouter(Router):
     """Whether rows that are built together also decode together and without others; set by a server, whose do not."""
 
     @property
-    def trained(self) -> TrainedBuckets:
+    def trained(self) -> RouterLayer:
         assert self.layer is not None, "a layer without an artifact is known when it is prepared"
         return self.layer
 
@@ -119,16 +119,10 @@ class SketchRouter(Router):
         if self.codes is None or self.fitted_sizes is None:
             return
         doubled = view.regions.mid_sizes > 2 * self.fitted_sizes
-        every = bool(doubled.all())
-        if not every:
+        if not bool(doubled.all()):
             self.codes = view.encoded(self.codes, self.sketch, self.trained.sketch_bytes, view.regions.edges[3])
-        if bool(doubled.any()):  # of those rows alone: rows are independent of the batch
-            names = ("codes", "basis", "side", "fitted_sizes")
-            kept = {name: getattr(self, name) for name in names}
-            self._fit(view)
-            if not every:
-                for name, value in kept.items():
-                    setattr(self, name, choose_rows(doubled, getattr(self, name), value))
+        if bool(doubled.any()):
+            self.remake(doubled, ("codes", "basis", "side", "fitted_sizes"), lambda: self._fit(view))
 
     def cost_bytes(self, view: CacheLayer) -> Tensor | float:
         """Codes of the candidates beside what chose those."""
@@ -151,16 +145,21 @@ class SketchRouter(Router):
             return super().most_candidates
         return max(self.widest_pool, self.all_up_to or 0)
 
-    @property
-    def index(self) -> Index:
+    def _chosen(self, view: CacheLayer, queries: Queries) -> Tensor:
         if self.codes is None:
-            return super().index
-        return Index(self.buckets, self.weights, self.codes, self.sketch, self.budget, self.pool, self.widest,
-                     self.widest_pool, self.first)
+            return super()._chosen(view, queries)
+        codes = self.codes
+        if queries.seats is not None:  # the codes of all slots are every query's
+            codes = codes.expand(len(queries.lengths), -1, -1, -1)
+        among: dict[str, Any] = {"candidates": self._routed(view, queries, self.pool, self.widest_pool)} if (
+            self.buckets is not None) else {
+            "first": queries.per_query(self.first), "last": queries.per_query(view.regions.mid_last)}
+        return sketch_tokens(queries.folded, self.sketch, codes, view.scale, queries.per_query(self.budget),
+                             self.widest, **among)
 
     @property
     def sketch(self) -> Sketch:
-        """What the codes were made with, and what these requests' queries are multiplied by."""
+        """The basis of the codes, and what these requests' queries are multiplied by."""
         if self.basis is not None:
             return self.basis
         trained = self.trained.sketch

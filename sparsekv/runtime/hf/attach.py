@@ -6,26 +6,25 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sparsekv.artifacts.fingerprint import check_all_bits, model_fingerprint
 from sparsekv.artifacts.hub.models import attention_modules, decoder
 from sparsekv.artifacts.hub.rotary import border_of, depends_on_length, tables_of_length
 from sparsekv.core.prefill import SparsePrompts
-from sparsekv.runtime.config import SIZES, SparseConfig
-from sparsekv.runtime.counters import Counters
-from sparsekv.runtime.crossing import NEVER
+from sparsekv.runtime.break_even import NEVER
+from sparsekv.runtime.config import SparseConfig
+from sparsekv.runtime.counters import NOTHING_RAN, PROMPTS_ALONE, Counters
 from sparsekv.runtime.decoding import Decoding, make_decoding
-from sparsekv.runtime.hf import hooks
+from sparsekv.runtime.hf.attached import enter, leave, model_of
 from sparsekv.runtime.hf.cache import SparseCache, SparseLayer
 from sparsekv.runtime.hf.generate_hook import roomy_cache
-from sparsekv.runtime.hf.loop import decode_loop
-from sparsekv.runtime.hf.prefix import load_prefix, save_prefix
+from sparsekv.runtime.hf.loop import Streamer, decode_loop, step_across
+from sparsekv.runtime.hf.prefix import load_prefix, save_with_index
 from sparsekv.runtime.hf.prompts import (
     check_cache_rows,
     check_chunk,
@@ -33,41 +32,40 @@ from sparsekv.runtime.hf.prompts import (
     check_mask,
     end_tokens,
     pad_token,
+    positions_of,
     vocabulary_of,
 )
 from sparsekv.runtime.hf.runner import Runner
-from sparsekv.runtime.hf.supported import ARTIFACTS, check_cache, load_artifacts, model_within
+from sparsekv.runtime.hf.supported import check_cache, load_artifacts, model_within
 from sparsekv.runtime.plan import RunOptions
 from sparsekv.runtime.process import usual_defaults
-from sparsekv.runtime.settings import load_settings
 from sparsekv.util.config import whole
 from sparsekv.util.errors import SparseKVError
 
-NOTHING_RAN = "no pass of this model ran while it was attached"
-PROMPTS_ALONE = "prompts were read, and no token decoded after them"
 __all__ = ["Attachment", "RunOptions", "SparseConfig", "SparsePrompts", "attach", "writing"]
 
 
 @usual_defaults()
 def attach(
-    model: Any, artifacts: Any = None, config: SparseConfig | str | Path | None = None, *, settings: Any = None,
-    run: RunOptions | None = None, all_bits: bool = False, **overrides: Any,
+    model: nn.Module, artifacts: str | Path | None = None, config: SparseConfig | str | Path | None = None, *,
+    run: RunOptions | None = None, all_bits: bool = False, **overrides: object,
 ) -> Attachment:
     """Attach sparse decoding to a causal language model; use as `with sparsekv.attach(model, ...) as attachment:`.
 
-    - artifacts: what one training made: a folder with `router/`, `phi/` or both, or one artifact; or, where nothing
-      lies at that path, the name of one that ships (`smollm2-135m`), or its name on the Hugging Face hub, `user/name`
-      or `user/name@revision`.
-    - config: a `SparseConfig`, or a settings file with some of its fields.
-    - overrides: fields of `SparseConfig`, such as token_budget, in place of the config's; other names are options of
-      the selector.
-    - settings: a file of `sparsekv eval recommend` (or a `Settings`): selector, completion, budget of every layer, gate
-      of every head, and the artifacts' folders where router and phi are not given.
-    - run: how steps are run (`RunOptions`).
-    - all_bits: compare all bits of the model's weights with those that the artifacts were made for, and not a sample of
-      64 values a weight; one read of the weights.
+    Args:
+        model: a transformers model, or one in a wrapper such as PEFT's.
+        artifacts: what one training made: a folder with `router/`, `phi/` or both, or one artifact; or, where nothing
+            lies at that path, the name of one that ships (`smollm2-135m`), or its name on the Hugging Face hub,
+            `user/name` or `user/name@revision`.
+        config: a `SparseConfig`, or a settings file with some of its fields.
+        run: how steps are run (`RunOptions`).
+        all_bits: compare all bits of the model's weights with those that the artifacts were made for, and not a sample
+            of 64 values a weight; one read of the weights.
+        overrides: fields of `SparseConfig`, such as token_budget, in place of the config's; other names are options of
+            the selector.
 
-    Raises SparseKVError for a model, artifact or option that cannot work, before anything is changed.
+    Raises:
+        SparseKVError: a model, artifact or option that cannot work, before anything is changed.
     """
     if run is not None and not isinstance(run, RunOptions):
         raise SparseKVError(f"run says how steps are run by a RunOptions, found {type(run).__name__}")
@@ -75,26 +73,16 @@ def attach(
     modules = attention_modules(model)
     config = SparseConfig.of(config, **overrides, **({} if artifacts is None else {"artifacts": artifacts}))
     config.check()
-    layers = None
-    if settings is not None:
-        own = {*SIZES, "selector", "token_budget", "completion", "dense_layers", *config.selector_options()}
-        settings = load_settings(settings, model, sorted(own & {*config.given(), *config.selector_options()}))
-        layers = settings.layers
-        config = replace(config, selector=settings.selector, completion=settings.completion, dense_layers=[],
-                         **{name: getattr(settings, name) for name in SIZES})
-        if config.artifacts is None:  # what settings name is a path, never a name on the hub
-            beside = {kind: path and Path(path) for kind in ARTIFACTS if (path := getattr(settings, kind)) is not None}
-            config = SparseConfig.of(config, **{k: x for k, x in beside.items() if getattr(config, k) is None})
     router, phi = load_artifacts(config.artifacts, config.router, config.phi)
-    for name, made in (("the router", router), ("the feature maps", phi)) if all_bits else ():
-        if made is not None:
-            check_all_bits(made.config.model, model, name)
-    decoding = make_decoding(model, modules, config, router=router, phi=phi, layers=layers)
+    for name, artifact in (("the router", router), ("the feature maps", phi)) if all_bits else ():
+        if artifact is not None:
+            check_all_bits(artifact.config.model, model, name)
+    decoding = make_decoding(model, modules, config, router=router, phi=phi)
     return Attachment(model, modules, decoding, RunOptions() if run is None else run)
 
 
 @contextlib.contextmanager
-def writing(model: Any, room: int) -> Iterator[Callable[[Tensor], Tensor]]:
+def writing(model: nn.Module, room: int) -> Iterator[Callable[[Tensor], Tensor]]:
     """A model that writes with full attention, `room` tokens at most: for the time of the block, a function from the
     next tokens `[B, n]` to logits `[B, 1, V]` of what follows all so far, overwritten by the next call."""
     with attach(model, selector="dense") as attachment:
@@ -115,7 +103,7 @@ class Attachment:
 
     @property
     def counters(self) -> Counters:
-        """What was counted so far."""
+        """The counts so far."""
         return self.runner.counters
 
     def __enter__(self) -> Attachment:
@@ -123,7 +111,7 @@ class Attachment:
             raise SparseKVError("this attachment is in use already; call attach again for another")
         try:
             self._entered = self._was_entered = True
-            hooks.enter(self)
+            enter(self)
             return self
         except BaseException:
             self._leave()
@@ -145,11 +133,11 @@ class Attachment:
             self._leave()  # an interrupt leaves it half done
             raise
         asked = kind is None and self.decoding.selector.name != "dense"
-        if asked and (reason := self.not_in_force()) not in (None, NOTHING_RAN, PROMPTS_ALONE):
+        if asked and (reason := self.counters.not_in_force(self.decoding)) not in (None, NOTHING_RAN, PROMPTS_ALONE):
             warnings.warn(f"nothing decoded sparsely: {reason}", stacklevel=2)
 
     def _leave(self) -> None:
-        hooks.leave(self)
+        leave(self)
         self.runner.forget()
         self._entered = False
 
@@ -166,36 +154,23 @@ class Attachment:
         for a prompt, on the GPU (`gpu_bytes`) and in CPU memory (`host_bytes`)."""
         rule = self.decoding.rule
         known = None if rule is None or rule.shortest == NEVER else rule.shortest
-        why = self.not_in_force()
+        why = self.counters.not_in_force(self.decoding)
         return {"in_force": why is None, "not_in_force": why, **self.counters.report(), "sparse_from": known,
                 "sparse_why": self.decoding.why(), "kv_places": self.kv_places}
 
     def check_in_force(self, what: str) -> None:
         """Raises SparseKVError where nothing was sparse, though something was asked for: what was measured would be
         full attention's under another name."""
-        if self.decoding.selector.name != "dense" and (reason := self.not_in_force()) is not None:
+        if self.decoding.selector.name != "dense" and (reason := self.counters.not_in_force(self.decoding)) is not None:
             raise SparseKVError(f"{what} was not in force: {reason}; its numbers would be those of full attention")
-
-    def not_in_force(self) -> str | None:
-        """Why nothing was decoded sparsely so far; None where something was."""
-        counted = self.counters
-        if any(counted.sparse_calls.values()) or counted.sparse_prompts:
-            return None
-        if self.decoding.first_sparse is None:
-            return "no layer decodes sparsely with these options"
-        if any(counted.dense_calls.values()):
-            return f"caches were too short ({self.decoding.why()}); dense_below=0 decodes all sparsely"
-        if counted.chunks:
-            return ("tokens after a prompt came several at a time, which are read as prompts are; give run=RunOptions("
-                    "sparse_chunks=True)")
-        if counted.uncached:
-            return "passes kept no cache (use_cache=False, or gradient checkpointing)"
-        return PROMPTS_ALONE if counted.passes else NOTHING_RAN
 
     def spend(self, token_budget: int | float, cache: SparseCache) -> None:
         """Decode with another budget from here on. What was built over the prompt in the cache stays where it does not
-        depend on the budget (router, sketch, topk, quest), and the report begins anew. Raises SparseKVError for a
-        budget that is none, and where a settings file gives every layer its own."""
+        depend on the budget (router, sketch, topk, quest), and the report begins anew.
+
+        Raises:
+            SparseKVError: a budget that is none.
+        """
         self.decoding.spend(token_budget)
         self.counters.clear()
         cache.plan = None
@@ -214,56 +189,71 @@ class Attachment:
     @torch.no_grad()
     def prefill(self, input_ids: Tensor, attention_mask: Tensor | None = None, *, chunk_size: int | None = None,
                 cache: SparseCache | None = None) -> SparseCache:
-        """Run the prompt, the last token included, in chunks of `chunk_size` tokens, and return its cache. It is read
-        as `prefill` of `attach` says, or by a selector that reads prompts. attention_mask: of what the cache holds and
-        the prompt. Raises SparseKVError for ids, masks and chunks that are none."""
-        seat = hooks.seat_of(self)
+        """Run the prompt, the last token included, as `prefill` of `attach` says, or by a selector that reads prompts.
+
+        Args:
+            input_ids: `[B, N]`.
+            attention_mask: of what the cache holds and the prompt, 1 = a token.
+            chunk_size: tokens that are read at once; None: all.
+            cache: of an earlier turn.
+
+        Returns:
+            The cache.
+
+        Raises:
+            SparseKVError: ids, masks and chunks that are none.
+        """
+        attached = model_of(self)
         check_ids(input_ids, vocabulary_of(self.model))
         check_chunk(chunk_size)
         rows, tokens = input_ids.shape
+        chunks = chunk_size is not None and chunk_size < tokens and depends_on_length(self.model.config)
         cache = roomy_cache(self, rows, tokens, 0) if cache is None else cache
         cache = self._checked(input_ids, attention_mask, cache)
-        with seat.passing():
+        with attached.passing():
             cache.belongs_to(self.model)
             past = cache.get_seq_length()
             end = past + tokens
             self.counters.passes += 1
             try:
                 self.runner.prefilling, self.runner.whole = True, end
-                with self._tables(end if attention_mask is None else int(attention_mask.sum(-1).max()),
-                                  chunk_size is not None and chunk_size < tokens):
+                # rotary tables of a prompt in chunks are those of one in one piece
+                with contextlib.nullcontext() if not chunks else tables_of_length(
+                        self.model, end if attention_mask is None else int(attention_mask.sum(-1).max())):
                     for part in input_ids.split(min(chunk_size or tokens, tokens), dim=1):
                         past += part.shape[1]
                         mask = None if attention_mask is None else attention_mask[:, :past]
-                        # a padded row counts from its first real token on, as `generate` does
-                        place = None if mask is None else (mask.cumsum(-1) - 1).clamp(min=0)[:, -part.shape[1]:]
+                        positions = None if mask is None else positions_of(mask)[:, -part.shape[1]:]
                         mask, _ = cache.masked(mask, part.shape[1])
-                        decoder(self.model)(input_ids=part, attention_mask=mask, position_ids=place,
+                        decoder(self.model)(input_ids=part, attention_mask=mask, position_ids=positions,
                                             past_key_values=cache, use_cache=True)
             finally:
                 self.runner.prefilling, self.runner.whole = False, 0
         return cache
-
-    def _tables(self, length: int, chunks: bool) -> Any:
-        """Rotary tables of a prompt in chunks, as of one in one piece."""
-        if not chunks or not depends_on_length(self.model.config):
-            return contextlib.nullcontext()
-        return tables_of_length(self.model, length)
 
     @usual_defaults()
     @torch.no_grad()
     def generate(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, *, max_new_tokens: int = 128,
         temperature: float = 0.0, eos_token_id: int | Sequence[int] | None = None, pad_token_id: int | None = None,
-        seed: int | None = None, streamer: Any = None, cache: SparseCache | None = None,
+        seed: int | None = None, streamer: Streamer | None = None, cache: SparseCache | None = None,
     ) -> Tensor:
-        """Prompt and answer, `[B, N + n]`, as `model.generate` gives them, by a loop that costs the host next to
-        nothing a token.
+        """Answer a prompt as `model.generate` does, by a loop that costs the host next to nothing per token.
 
-        temperature: 0 takes the likeliest token, above it samples, by `seed` if given. eos_token_id, pad_token_id:
-        without them the model's; rows that have ended are padded. streamer: as transformers' (`put`, `end`). cache: of
-        an earlier turn (input_ids are then the tokens after it, attention_mask covers both). Raises SparseKVError for
-        arguments that no answer can be made of, and where the device has too little memory for prompt and answer.
+        Args:
+            input_ids: `[B, N]`; with a cache the tokens after it.
+            attention_mask: 1 = a token; with a cache of both.
+            max_new_tokens: the longest answer [tokens].
+            temperature: 0 takes the likeliest token, above it samples, by `seed` if given.
+            eos_token_id, pad_token_id: without them the model's; rows that have ended are padded.
+            streamer: as transformers' (`put`, `end`).
+            cache: of an earlier turn.
+
+        Returns:
+            Prompt and answer, `[B, N + n]`.
+
+        Raises:
+            SparseKVError: arguments that no answer can be made of, or too little memory for prompt and answer.
         """
         vocabulary = vocabulary_of(self.model)
         check_ids(input_ids, vocabulary)
@@ -271,7 +261,9 @@ class Attachment:
         rows, tokens = input_ids.shape
         cache = roomy_cache(self, rows, tokens, max_new_tokens) if cache is None else cache
         self._checked(input_ids, attention_mask, cache, ends=True)
-        step = self._step if border_of(self.model.config) is None else self._across(input_ids, cache, max_new_tokens)
+        border = border_of(self.model.config)
+        step = self._step if border is None else step_across(
+            border, self._step, self._logits, input_ids, cache, max_new_tokens)
         cache.prompt = cache.get_seq_length() + tokens if max_new_tokens > 1 else 0
         config = self.model.generation_config
         eos = end_tokens(config.eos_token_id if eos_token_id is None else eos_token_id)
@@ -279,26 +271,6 @@ class Attachment:
         fill = pad_token((eos or [0])[0] if pad is None else pad, rows, vocabulary)
         return decode_loop(self._logits, step, cache, input_ids, attention_mask, max_new_tokens=max_new_tokens,
                            temperature=temperature, eos=eos, fill=fill, seed=seed, streamer=streamer)
-
-    def _across(self, ids: Tensor, cache: SparseCache, new: int) -> Any:
-        """A step of an answer that may cross the length past which the model rotates by other factors: there all tokens
-        so far are read anew, as transformers does. Raises SparseKVError where an earlier turn's are not known."""
-        border, held, made = border_of(self.model.config) or 0, cache.get_seq_length(), [ids]
-        if 0 < held <= border < held + ids.shape[1] + new - 1:
-            raise SparseKVError(f"the cache holds {held} tokens rotated as of a text of up to {border}, and with "
-                                f"{ids.shape[1]} more and an answer of {new} the model rotates otherwise (longrope); "
-                                "give the whole text in a new cache, or a shorter max_new_tokens")
-
-        def step(token: Tensor, mask: Tensor | None, place: Tensor | None, cache: SparseCache) -> Tensor:
-            made.append(token)
-            if held or cache.get_seq_length() != border:
-                return self._step(token, mask, place, cache)
-            cache.reset()
-            cache.prompt = border + 1
-            places = None if mask is None else (mask.long().cumsum(-1) - 1).clamp(min=0)
-            return self._logits(torch.cat(made, dim=1), mask, places, cache)
-
-        return step
 
     def _checked(self, ids: Tensor, mask: Tensor | None, cache: Any, *, ends: bool = False) -> SparseCache:
         """The cache, where it and the mask are of these rows. Raises SparseKVError."""
@@ -309,36 +281,35 @@ class Attachment:
         return cast(SparseCache, cache)
 
     def step(self, ids: Tensor, cache: SparseCache) -> Tensor:
-        """Logits `[B, 1, V]` of what follows ids `[B, n]`, which join the cache's tokens; overwritten by the next step.
-        For loops of one's own, without padding. Raises SparseKVError for anything but a tensor of rows and tokens."""
+        """Take the tokens `[B, n]` into a cache, in a loop of one's own, without padding.
+
+        Returns:
+            Logits `[B, 1, V]` of what follows, overwritten by the next step.
+
+        Raises:
+            SparseKVError: anything but a tensor of rows and tokens.
+        """
         if not isinstance(ids, Tensor) or ids.dim() != 2:
             raise SparseKVError(f"a step takes a tensor of rows and tokens, found "
                                 f"{list(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__}")
         return self._step(ids, None, None, cache) if ids.shape[1] == 1 else self._logits(ids, None, None, cache)
 
-    def _logits(self, ids: Tensor, mask: Tensor | None, places: Tensor | None, cache: SparseCache) -> Tensor:
-        return self.model(input_ids=ids, attention_mask=mask, position_ids=places, past_key_values=cache,
+    def _logits(self, ids: Tensor, mask: Tensor | None, positions: Tensor | None, cache: SparseCache) -> Tensor:
+        return self.model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache,
                           use_cache=True, logits_to_keep=1).logits
 
-    def _step(self, token: Tensor, mask: Tensor | None, place: Tensor | None, cache: SparseCache) -> Tensor:
+    def _step(self, token: Tensor, mask: Tensor | None, positions: Tensor | None, cache: SparseCache) -> Tensor:
         """Logits `[B, 1, V]` after one more token of every row, overwritten by the next step."""
-        seat = hooks.seat_of(self)
+        attached = model_of(self)
         mask, _ = cache.masked(mask, 1)
-        with seat.lock:
-            logits = self.runner.step(seat, cache, token, mask, place)
-            return self._logits(token, mask, place, cache) if logits is None else logits
+        with attached.lock:
+            logits = self.runner.step(attached, cache, token, mask, positions)
+            return self._logits(token, mask, positions, cache) if logits is None else logits
 
     def save_prefix(self, cache: SparseCache, path: str | Path) -> None:
         """Write a prefilled cache to one safetensors file, with the index and estimates that decoding builds over it,
         where it has one row. Raises SparseKVError for a model with sliding-window layers."""
-        states = {i: layer.state for i, layer in enumerate(cache.layers) if isinstance(layer, SparseLayer)}
-        if cache.rows == 1:
-            self.runner.begin(cache, cache.get_seq_length())
-        try:
-            save_prefix(cache, path, model_fingerprint(self.model), self.decoding)
-        finally:
-            for i, state in states.items():
-                cast(SparseLayer, cache.layers[i]).state = state
+        save_with_index(cache, path, model_fingerprint(self.model), self.runner)
 
     def load_prefix(self, path: str | Path, *, index: bool = True) -> SparseCache:
         """A cache from `save_prefix`, on the model's device. index: with the index and estimates that it holds; without

@@ -12,71 +12,12 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from sparsekv.core.layer import OBSERVED, take_rows
-from sparsekv.core.rope import Layout, RopeTable
 from sparsekv.core.step import LayerState
 from sparsekv.runtime.hf.offload import HostView
 from sparsekv.runtime.hf.sliding import SlidingLayer
-from sparsekv.runtime.hf.storage import Growing, StoredLayer
+from sparsekv.runtime.hf.storage import Growing, GrowingRope, StoredLayer
 from sparsekv.runtime.hf.turns import PADDED, Moves, Turn, left_padded, move, turn_of
 from sparsekv.util.errors import SparseKVError
-
-
-class GrowingRope(RopeTable):
-    """The rotary tables of a cache, one for all layers that rotate alike, grown with it."""
-
-    def __init__(self, layout: Layout, reserve: int = 0):
-        self.layout: Layout = layout
-        self.cos, self.sin = Growing(reserve=reserve), Growing(reserve=reserve)
-
-    def tables(self) -> tuple[Tensor, Tensor]:
-        return self.cos.view, self.sin.view
-
-    def append(self, cos: Tensor, sin: Tensor, length: int, moves: Moves = ()) -> None:
-        """Add the tables of new tokens, once: the first layer of a forward pass that gets here adds them. moves: of the
-        rows, those of `SparseCache.moves`."""
-        if self.cos.length != length:
-            return
-        batch = max(cos.shape[0], len(moves))
-        for store, new in ((self.cos, cos), (self.sin, sin)):
-            held = store.view.shape[0] if store.length else batch
-            if held < batch:
-                store.replace(store.view.expand(batch, -1, -1))
-                store.shared = True
-            move(store.append(new.expand(max(held, batch), -1, -1).float()), moves, new.shape[1])
-
-    @property
-    def length(self) -> int:
-        """Tokens it has tables of."""
-        return self.cos.length
-
-    @property
-    def room(self) -> int:
-        """How many tokens there is room for."""
-        return min(self.cos.room, self.sin.room)
-
-    def whole(self) -> RopeTable:
-        """All of the storage, as a replayed step reads it."""
-        assert self.cos.data is not None and self.sin.data is not None
-        return RopeTable(self.layout, self.cos.data, self.sin.data)
-
-    def write(self, cos: Tensor, sin: Tensor, lengths: Tensor) -> None:
-        """The tables `[B, 1, width]` of the last of `lengths [B]` tokens, in their place."""
-        for data, new in zip(self.whole().tables(), (cos, sin), strict=True):
-            data.index_copy_(1, lengths[:1] - 1, new[:data.shape[0]].to(data.dtype))
-
-    def grown_to(self, length: int) -> None:
-        """Tokens up to `length` were written."""
-        self.cos.length = self.sin.length = length
-
-    def fork(self) -> GrowingRope:
-        other = GrowingRope(self.layout)
-        other.cos, other.sin = self.cos.fork(), self.sin.fork()
-        return other
-
-    def take_rows(self, index: Tensor) -> None:
-        for store in (self.cos, self.sin):
-            if store.length and store.view.shape[0] > 1:
-                store.replace(take_rows(store.view, index))
 
 
 class SparseLayer(StoredLayer, DynamicLayer):
@@ -84,7 +25,7 @@ class SparseLayer(StoredLayer, DynamicLayer):
     attachment that decodes with it (index, completion cache, regions)."""
 
     def __init__(self, reserve: int = 0) -> None:
-        self._keys, self._values = Growing(reserve=reserve), Growing(reserve=reserve)
+        self.stores = Growing(reserve), Growing(reserve)
         super().__init__()
         self.state: LayerState | None = None
         self.recent: Tensor | None = None
@@ -110,7 +51,7 @@ class SparseLayer(StoredLayer, DynamicLayer):
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Store new tokens `[B, Hkv, n, d]`; returns all keys and all values."""
-        return self._keys.append(keys), self._values.append(values)
+        return self.stores[0].append(keys), self.stores[1].append(values)
 
     def get_seq_length(self) -> int:
         return self.stores[0].length
@@ -172,7 +113,7 @@ class SparseLayer(StoredLayer, DynamicLayer):
     def fork(self) -> SparseLayer:
         other = type(self)()
         other.__dict__.update(self.__dict__)
-        other.__dict__.update({name: x.fork() for name, x in self.__dict__.items() if isinstance(x, Growing)})
+        other.stores = tuple(store.fork() for store in self.stores)
         other.state = None if self.state is None else self.state.fork()
         return other
 
@@ -185,56 +126,34 @@ class HostLayer(SparseLayer):
 
     def __init__(self, reserve: int = 0) -> None:
         super().__init__()
-        self._both = Growing(reserve, on_host=True)
-
-    @property
-    def stores(self) -> tuple[Growing, ...]:
-        return (self._both,)
+        self.stores = (Growing(reserve, on_host=True),)
 
     @property
     def both(self) -> Tensor:
         """Keys and values of the tokens so far, `[B, Hkv, n, 2d]`."""
-        return self._both.view
+        return self.stores[0].view
 
-    @property
-    def keys(self) -> Any:
-        return None if self.data is None else self.both.chunk(2, dim=-1)[0]
-
-    @keys.setter
-    def keys(self, value: Any) -> None:
-        """transformers' layers begin with None here."""
-
-    @property
-    def values(self) -> Any:
-        return None if self.data is None else self.both.chunk(2, dim=-1)[1]
-
-    @values.setter
-    def values(self, value: Any) -> None:
-        """transformers' layers begin with None here."""
-
-    @property
-    def whole(self) -> tuple[Tensor, Tensor]:
-        keys, values = self.data.chunk(2, dim=-1)
-        return keys, values
+    def split(self, tensors: Sequence[Any]) -> Sequence[Any]:
+        return tensors[0].chunk(2, dim=-1)
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         past, new = self.get_seq_length(), torch.cat([keys, values], dim=-1)
-        self._both.append(new)
+        self.stores[0].append(new)
         if self.state is not None and isinstance(self.state.view, HostView):
             self.state.view.near.append(new, past)
         return (self.keys, self.values) if past else (keys, values)
 
 
 class Built(NamedTuple):
-    """What decoding had built over the first `past` tokens of a cache whose rows begin at `starts`: states of selector
-    and estimator (`core/step.py: restore`), by layer."""
+    """The states that decoding had built over the first `past` tokens of a cache whose rows begin at `starts`: states
+    of selector and estimator (`core/step.py: restore`), by layer."""
 
     past: int
     starts: list[int]
     layers: dict[int, dict[str, dict[str, Any]]]
 
     def serves(self, which: Sequence[int], starts: list[int], on_host: Sequence[bool]) -> bool:
-        """Whether these layers can begin with it, of which some have keys in CPU memory."""
+        """Return whether these layers can begin with it, of which some have keys in CPU memory."""
         return set(which) <= set(self.layers) and starts == self.starts and not any(on_host)
 
 
@@ -314,7 +233,8 @@ class SparseCache(Cache):
 
     @property
     def settled(self) -> bool:
-        """Whether nothing was moved since the last pass: a step of what is moved in between is not worth capturing."""
+        """True where nothing was moved since the last pass: a step of what is moved in between is not worth
+        capturing."""
         first: Any = self.first
         return self._settled is not None and self._settled[0] is first.data and (
             self._settled[1] == first.get_seq_length())

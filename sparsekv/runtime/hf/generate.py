@@ -13,6 +13,7 @@ from sparsekv.core.registry import NONE
 from sparsekv.runtime.config import SparseConfig
 from sparsekv.util.config import ROPE_SCALING, SEEDS, check_ranges, option
 from sparsekv.util.errors import SparseKVError, first_line
+from sparsekv.util.progress import hide
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +33,7 @@ class GenerateConfig(SparseConfig):
 
 
 def generate(config: GenerateConfig) -> None:
-    """Print the answer as it is made, then one line: tokens/s and the share of the cache that was read."""
+    """Print the answer as it is made, then its tokens, time, method, and the share of the cache that was read."""
     import time
 
     from transformers import TextStreamer
@@ -62,12 +63,13 @@ def generate(config: GenerateConfig) -> None:
         seconds = time.perf_counter() - started
         report, decoding = attachment.report(), attachment.decoding
     prompt_tokens = inputs["input_ids"].shape[1]
-    made = out.shape[1] - prompt_tokens
+    new_tokens = out.shape[1] - prompt_tokens
     method = decoding.selector.name + ("" if decoding.completion == NONE else f" + {decoding.completion}")
     if decoding.first_sparse is not None and not report["sparse_calls"]:
         method = f"full attention (faster than {method} on so short a cache; --dense-below 0 insists)"
-    print(f"\n{prompt_tokens} prompt tokens, {made} generated in {seconds:.1f} s (prefill included); {method} "
-          f"read {report['selectivity']:.1%} of the cache a step", file=sys.stderr)
+    print(f"\n{prompt_tokens} prompt tokens, {new_tokens} generated in {seconds:.1f} s (prefill included); {method} "
+          f"read {report['selectivity']:.1%} of the cache a step (tokens whose keys and values are read, sink and tail "
+          "among them; mean over all layers, dense ones included)", file=sys.stderr)
 
 
 def read_prompt(config: GenerateConfig) -> str:
@@ -93,6 +95,7 @@ def _read_stdin() -> str:
     try:
         if sys.stdin is None or sys.stdin.closed:
             raise SparseKVError("standard input is closed; give the prompt by --prompt-file")
+        hide()  # who types sees what they type
         raw = getattr(sys.stdin, "buffer", None)  # in UTF-8 mode text lets wrong bytes through as surrogates
         return sys.stdin.read() if raw is None else raw.read().decode("utf-8")
     except UnicodeDecodeError as error:

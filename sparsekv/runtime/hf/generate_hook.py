@@ -1,17 +1,20 @@
-"""How `model.generate` gets a cache of ours, with room for what it will write."""
+"""`model.generate` of an attached model: it gets a cache of ours, with room for what it will write."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from sparsekv.artifacts.hub.rotary import border_of
 from sparsekv.runtime.hf.cache import SparseCache
+from sparsekv.runtime.hf.forward import CHECKPOINTS, check_unchanged, drops_cache
 from sparsekv.runtime.hf.prompts import check_ids, check_mask, vocabulary_of
-from sparsekv.runtime.hf.supported import check_cache
+from sparsekv.runtime.hf.supported import check_attentions, check_cache
+from sparsekv.runtime.process import NOW
 from sparsekv.util.errors import SparseKVError
 from sparsekv.util.memory import free_host_memory, free_memory
 
@@ -20,16 +23,58 @@ FREE_SHARE = 0.8
 """Of the GPU's free memory, what `kv_memory="auto"` gives keys and values: prompts and steps take the rest."""
 
 
+@dataclass
+class Answer:
+    """The answer that `model.generate` writes: prompt `[B, N]`, and the ids of its passes."""
+
+    model: Any
+    prompt: Tensor
+    cache: SparseCache
+    passes: list[Tensor] = field(default_factory=list)
+
+
+def generate(attached: Any, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call `model.generate`, own, with a cache of ours. attached: the model (`AttachedModel`). Raises SparseKVError for
+    a call that cannot be decoded as attached."""
+    with attached.lock:
+        attachment = attached.current()
+        if attachment is not None:
+            check_unchanged(attached)
+            if drops_cache(attached):
+                raise SparseKVError(CHECKPOINTS)
+            check_attentions(kwargs, attached.model.config, args[1] if len(args) > 1 else kwargs.get(
+                "generation_config"), attached.model.generation_config)
+            kwargs = with_cache(attachment, args, kwargs)
+    ids = kwargs.get("input_ids", kwargs.get("inputs", args[0] if args else None))
+    cache = kwargs.get("past_key_values")
+    before, NOW.answer = NOW.answer, None
+    try:
+        if isinstance(ids, Tensor) and isinstance(cache, SparseCache):
+            NOW.answer = Answer(attached.model, ids, cache)
+        return own(*args, **kwargs)
+    finally:
+        NOW.answer = before
+
+
+def generate_batch(attached: Any, own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Refuse continuous batching while attached: raises SparseKVError."""
+    with attached.lock:
+        if attached.current() is not None:
+            raise SparseKVError("continuous batching keeps keys and values in pages of transformers' own, which "
+                                "have no sparse index; use model.generate, or serve the model by vLLM")
+    return own(*args, **kwargs)
+
+
 def with_cache(attachment: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The keywords of a call of `model.generate`, with a cache of the attachment's. A cache that the checkpoint's own
     generation_config names gives way to it. Raises SparseKVError for caches and settings of the call that cannot be
     decoded sparsely."""
     own, given = attachment.model.generation_config, args[1] if len(args) > 1 else kwargs.get("generation_config")
 
-    def asked(name: str, *places: Any) -> Any:
+    def asked(name: str, *configs: Any) -> Any:
         """A setting of the call, or where it has none of these configurations; one that is None is not set."""
-        found = (kwargs.get(name), *(getattr(place, name, None) for place in places))
-        return next((value for value in found if value is not None), None)
+        values = (kwargs.get(name), *(getattr(config, name, None) for config in configs))
+        return next((value for value in values if value is not None), None)
 
     kind = asked("cache_implementation", None if given is own else given)
     if kind not in (None, "dynamic"):
@@ -49,7 +94,7 @@ def with_cache(attachment: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if border is not None and 0 < prompt <= border < prompt + new and (asked("num_beams", given, own) or 1) > 1:
         raise SparseKVError(f"beams would cross the length of {border} tokens, past which the model rotates otherwise "
                             "and reads all of them again (longrope); use num_beams=1, or a shorter answer")
-    if any(place is not None and place.cache_implementation is not None for place in (given, own)):
+    if any(config is not None and config.cache_implementation is not None for config in (given, own)):
         kwargs = kwargs | {"cache_implementation": None}
     else:
         kwargs = {name: value for name, value in kwargs.items() if name != "cache_implementation"}

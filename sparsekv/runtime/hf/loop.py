@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from sparsekv.artifacts.checks import brief
+from sparsekv.runtime.hf.prompts import positions_of
 from sparsekv.util.config import whole
 from sparsekv.util.errors import SparseKVError
 
 LIKELIEST = 1e-4
 """Up to this temperature the likeliest token is taken: logits divided by less overflow."""
+
+
+class Streamer(Protocol):
+    """Receiver of an answer while it is made, as transformers' TextStreamer: the prompt's ids come first."""
+
+    def put(self, value: Tensor, /) -> None: ...
+
+    def end(self) -> None: ...
 
 
 def decode_loop(
@@ -34,32 +43,62 @@ def decode_loop(
     rows, device = ids.shape[0], ids.device
     ends = torch.tensor(eos, dtype=torch.long, device=device)
     generator = None if seed is None else torch.Generator(device).manual_seed(seed)
-    places = None
-    if mask is not None:
-        places = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1]:]
+    positions = None if mask is None else positions_of(mask)[:, -ids.shape[1]:]
     if streamer is not None:
         streamer.put(ids.cpu())
-    logits = prefill(ids, mask, places, cache)
-    place = None if places is None else places[:, -1:] + 1
+    logits = prefill(ids, mask, positions, cache)
+    position = None if positions is None else positions[:, -1:] + 1
     ended = torch.zeros(rows, 1, dtype=torch.bool, device=device)
-    made: list[Tensor] = []
+    tokens: list[Tensor] = []
     reader = AsyncTokenReader(device)
     while True:
         token = choose(logits[:, -1], temperature, generator)
         token = torch.where(ended, fill, token)
-        made.append(token)
+        tokens.append(token)
         ended = ended | torch.isin(token, ends)
         stop = reader.read(token, ended, streamer)
-        if stop or len(made) == max_new_tokens:
+        if stop or len(tokens) == max_new_tokens:
             break
         if mask is not None:
             mask = torch.cat([mask, mask.new_ones(rows, 1)], dim=1)
-        logits = step(token, mask, place, cache)
-        place = None if place is None else place + 1
+        logits = step(token, mask, position, cache)
+        position = None if position is None else position + 1
     length = reader.finish(streamer)
-    if length < len(made):
-        cache.crop(cache.get_seq_length() - (len(made) - length))
-    return torch.cat([ids, *made[:length]], dim=1)
+    if length < len(tokens):
+        cache.crop(cache.get_seq_length() - (len(tokens) - length))
+    return torch.cat([ids, *tokens[:length]], dim=1)
+
+
+def step_across(
+    border: int, step: Callable[..., Tensor], read: Callable[..., Tensor], ids: Tensor, cache: Any, new: int,
+) -> Callable[..., Tensor]:
+    """Return the step of an answer that may cross the length past which the model rotates by other factors (longrope):
+    there all tokens so far are read anew, as transformers does.
+
+    Args:
+        border: that length [tokens].
+        step, read: of the attachment, for one token and for several.
+        ids: `[B, N]`, the prompt after what the cache holds.
+        new: the longest answer [tokens].
+
+    Raises:
+        SparseKVError: the tokens of an earlier turn would be read anew and are not known.
+    """
+    held, parts = cache.get_seq_length(), [ids]
+    if 0 < held <= border < held + ids.shape[1] + new - 1:
+        raise SparseKVError(f"the cache holds {held} tokens rotated as of a text of up to {border}, and with "
+                            f"{ids.shape[1]} more and an answer of {new} the model rotates otherwise (longrope); "
+                            "give the whole text in a new cache, or a shorter max_new_tokens")
+
+    def across(token: Tensor, mask: Tensor | None, position: Tensor | None, cache: Any) -> Tensor:
+        parts.append(token)
+        if held or cache.get_seq_length() != border:
+            return step(token, mask, position, cache)
+        cache.reset()
+        cache.prompt = border + 1
+        return read(torch.cat(parts, dim=1), mask, None if mask is None else positions_of(mask), cache)
+
+    return across
 
 
 def choose(logits: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:

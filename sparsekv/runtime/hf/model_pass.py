@@ -64,7 +64,7 @@ class Layers:
 
     @property
     def counts_positions(self) -> bool:
-        """Whether the next token's position is not the length of the cache, after an image (M-RoPE)."""
+        """True where the next token's position is not the length of the cache, after an image (M-RoPE)."""
         return any(m.rope_deltas is not None for m in self._by_images)
 
     def run(self, plan: Any) -> Tensor:
@@ -97,7 +97,7 @@ class Layers:
 def why_not_planned(
     cache: SparseCache, layers: Layers, model: nn.Module, ours: frozenset[int], by_cpu: bool = False,
 ) -> str | None:
-    """Why no step of this cache can be planned; None where nothing speaks against it. ours: sparsekv's hooks by id.
+    """Say why no step of this cache can be planned; None where nothing speaks against it. ours: sparsekv's hooks by id.
     by_cpu: the CPU attends to what lies in its memory."""
     layers_of_cache: list[Any] = cache.layers
     if layers.failed is not None:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from sparsekv.core.layer import CacheLayer, Queries, Selection
 from sparsekv.core.regions import Regions
-from sparsekv.core.rope import RopeTable
 from sparsekv.core.selectors.base import Selector
 from sparsekv.kernels import Anchored, CompletionQuery, KeyBuckets, attend_tokens, fetch_rows
 
@@ -42,11 +41,12 @@ class Near:
 
     @property
     def shift(self) -> int:
-        """From a token of tail or answer to its slot."""
+        """The way from a token of tail or answer to its slot."""
         return self.lists + self.sinks - self.first
 
     def fill(self, stored: Tensor, regions: Regions, longest: int) -> None:
-        """From keys and values `[B, Hkv, n, 2d]` in CPU memory; longest: tokens that the tail may have."""
+        """Fill the slots from keys and values `[B, Hkv, n, 2d]` in CPU memory; longest: tokens that the tail may
+        have."""
         device, length = regions.starts.device, stored.shape[2]
         self.first, self.sinks = regions.edges[2], regions.sinks
         sinks = regions.mid_first[:, None] - torch.arange(self.sinks, 0, -1, device=device)
@@ -78,22 +78,12 @@ class Near:
             self.data, self.lists, self.edges = data, count, (self.edges[0] + more, self.edges[1] + more)
 
 
-@dataclass
+@dataclass(eq=False)
 class HostView(CacheLayer):
     """A layer whose keys and values lie in CPU memory, `both [B, Hkv, N, 2d]`, while it decodes on a device: a step
     fetches the selected ones to slots beside sinks and tail, which are there, and attends to slots."""
 
     both: Tensor
-    regions: Regions
-    scale: float
-    num_query_heads: int
-    layer_idx: int = 0
-    num_layers: int = 1
-    rope: RopeTable | None = None
-    recent_queries: Tensor | None = None
-    recent_end: int = 0
-    completion_tokens: float = 0.0
-    sinks: Tensor | None = None
     longest: int = 0
     """Tokens of the longest tail."""
     near: Near = field(default_factory=Near)
@@ -117,12 +107,12 @@ class HostView(CacheLayer):
 
     @property
     def keys(self) -> Tensor:
-        """All keys where they lie; on the device while the layer is built or grown, for methods that read them so."""
+        """The keys where they lie; on the device while the layer is built or grown, for methods that read them so."""
         return self._tensors()[0]
 
     @property
     def values(self) -> Tensor:
-        """All values, as `keys`."""
+        """The values, as `keys`."""
         return self._tensors()[1]
 
     def keys_at(self, first: int, last: int, step: int = 1) -> Tensor:
@@ -139,8 +129,8 @@ class HostView(CacheLayer):
         assert data is not None
         (rows, heads_kv), (count, heads, width) = data.shape[:2], tokens.shape
         shape = rows, heads_kv, count // rows, heads // heads_kv, width, data.shape[3]
-        found = data[:, :, :shape[2] * shape[3] * width].view(shape).transpose(1, 2).reshape(count, heads, width, -1)
-        keys, values = found.chunk(2, dim=-1)
+        both = data[:, :, :shape[2] * shape[3] * width].view(shape).transpose(1, 2).reshape(count, heads, width, -1)
+        keys, values = both.chunk(2, dim=-1)
         return keys, values
 
     def attend(
@@ -148,7 +138,7 @@ class HostView(CacheLayer):
         anchored: Anchored | None = None,
     ) -> tuple[Tensor, Tensor]:
         assert anchored is None and not selection.contiguous
-        tokens, places = self._fetch(selection, self.listed(selection))
+        tokens, slots = self._fetch(selection, self.listed(selection))
         near = self.near
         if completion is not None and isinstance(completion.keys, KeyBuckets):
             completion = completion._replace(keys=KeyBuckets(self._of_slots(completion.keys.number, tokens)))
@@ -157,27 +147,27 @@ class HostView(CacheLayer):
         ends = self.ends.get(near.shift)
         starts, tail_starts = (queries.per_query(x) for x in near.edges)
         return attend_tokens(
-            queries.folded, keys, values, places, scale=self.scale, sink_size=near.sinks, starts=starts,
+            queries.folded, keys, values, slots, scale=self.scale, sink_size=near.sinks, starts=starts,
             tail_starts=tail_starts, lengths=queries.lengths + near.shift if ends is None else ends,
             log_weights=selection.log_weights, completion=completion)
 
     def listed(self, selection: Selection) -> Tensor:
-        """The same tensor for the same selection: exact part and estimate ask for it one after the other."""
+        """Return one tensor for one selection: exact part and estimate ask for it one after the other."""
         if self.fetched is None or self.fetched[0] is not selection:
             return super().listed(selection)
         return self.fetched[1]
 
     @staticmethod
     def lists(selector: Selector) -> bool:
-        """Whether what it selects is a list of a length that is known beforehand, and no buckets, whose tokens are
-        counted here."""
+        """Return whether what it selects is a list of a length that is known beforehand, and no buckets, whose tokens
+        are counted here."""
         return not selector.reads_without_budget
 
     def moved(self) -> None:
         self.near.fill(self.both, self.regions, self.longest)
 
     def settle(self) -> None:
-        """What a step reads is on the device."""
+        """Put what a step reads on the device."""
         if self.near.data is None:
             self.moved()
 
@@ -208,7 +198,8 @@ class HostView(CacheLayer):
         return self._moved
 
     def _of_slots(self, number: Tensor, tokens: Tensor) -> Tensor:
-        """What is known by token, `[B or 1, Hkv, N]`, by the slots that listed tokens `[Q, H, K]` were fetched to."""
+        """Look up what is known by token, `[B or 1, Hkv, N]`, by the slots that listed tokens `[Q, H, K]` were fetched
+        to."""
         (rows, heads_kv), (count, heads, width) = self.both.shape[:2], tokens.shape
         by_row = tokens.reshape(rows, count // rows, heads_kv, heads // heads_kv, width).transpose(1, 2).flatten(2)
         if not number.shape[2]:
@@ -220,9 +211,9 @@ class HostView(CacheLayer):
         near = self.near
         near.make_lists(tokens.numel() // (self.both.shape[0] * self.both.shape[1]))
         assert near.data is not None
-        places = fetch_rows(self.both, tokens, near.data)
-        self.fetched = selection, tokens, places
-        return tokens, places
+        slots = fetch_rows(self.both, tokens, near.data)
+        self.fetched = selection, tokens, slots
+        return tokens, slots
 
 
 def read(part: Tensor, device: torch.device, first: int = 0, last: int | None = None, step: int = 1) -> Tensor:

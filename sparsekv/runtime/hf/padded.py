@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from sparsekv.runtime.hf.cache import GrowingRope, SparseCache, SparseLayer
+from sparsekv.runtime.hf.cache import SparseCache, SparseLayer
+from sparsekv.runtime.hf.storage import GrowingRope
 
 
 def allocate(batch: SparseCache, like: SparseCache, rows: int, width: int, room: int, shortest: int) -> None:
@@ -20,8 +21,8 @@ def allocate(batch: SparseCache, like: SparseCache, rows: int, width: int, room:
                                               old.recent.shape[3])
             new.recent_end = width
     for key, table in like.rope.items():
-        made = batch.rope[key] = GrowingRope(table.layout)
-        for store, part in ((made.cos, table.cos.view), (made.sin, table.sin.view)):
+        new_table = batch.rope[key] = GrowingRope(table.layout)
+        for store, part in ((new_table.cos, table.cos.view), (new_table.sin, table.sin.view)):
             store.replace(part.new_zeros(rows, width + room, part.shape[-1]))
             store.crop(width)
 

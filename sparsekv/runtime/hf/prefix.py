@@ -30,7 +30,8 @@ from sparsekv.core.rope import LAYOUTS
 from sparsekv.core.selectors.base import Spends
 from sparsekv.kernels import PhiState, ScoreMoments, Sketch
 from sparsekv.runtime.decoding import Decoding
-from sparsekv.runtime.hf.cache import Built, GrowingRope, SparseCache, SparseLayer
+from sparsekv.runtime.hf.cache import Built, SparseCache, SparseLayer
+from sparsekv.runtime.hf.storage import GrowingRope
 from sparsekv.util.errors import SparseKVError
 
 FORMAT_VERSION = 4
@@ -89,6 +90,18 @@ def save_prefix(
     write_tensors(Path(path), tensors, {"sparsekv": json.dumps({**meta, "sha256": digest(meta, tensors)})})
 
 
+def save_with_index(cache: SparseCache, path: str | Path, fingerprint: dict[str, Any], runner: Any) -> None:
+    """Write a cache as `save_prefix` does; decoding begins over one of one row for as long as that lasts."""
+    states = [(layer, layer.state) for layer in cache.layers if isinstance(layer, SparseLayer)]
+    if cache.rows == 1:
+        runner.begin(cache, cache.get_seq_length())
+    try:
+        save_prefix(cache, path, fingerprint, runner.decoding)
+    finally:
+        for layer, state in states:
+            layer.state = state
+
+
 def load_prefix(
     cache: SparseCache, path: str | Path, fingerprint: dict[str, Any], device: Any, decoding: Decoding | None = None,
 ) -> SparseCache:
@@ -112,20 +125,21 @@ def load_prefix(
     check_version(meta.get("format_version"), FORMAT_VERSION, where)
     check_digest(meta, tensors, where)
     check_finite(tensors, where, "make it again")
-    made = from_record(PrefixRecord, meta, where)
-    check_model_record(made.model, where)
-    check_fingerprint(made.model, fingerprint, where)
-    if made.length < 1:
-        raise damaged(where, f"its length is {made.length} tokens")
-    first = take(tensors, "0.keys", (None, made.model["num_kv_heads"], made.length, made.model["head_dim"]), where)
+    record = from_record(PrefixRecord, meta, where)
+    check_model_record(record.model, where)
+    check_fingerprint(record.model, fingerprint, where)
+    if record.length < 1:
+        raise damaged(where, f"its length is {record.length} tokens")
+    shape = None, record.model["num_kv_heads"], record.length, record.model["head_dim"]
+    first = take(tensors, "0.keys", shape, where)
     dtype = str(first.dtype).removeprefix("torch.")
     if dtype != fingerprint.get("dtype", dtype):
         raise SparseKVError(f"{where} holds keys in {dtype} and this model is in {fingerprint['dtype']}; load the "
                             f"model in {dtype}, or prefill and save the prefix again")
-    held = made.built is not None and meta["format_version"] >= 4
-    built = None if decoding is None or not held else _built(made, decoding, tensors, device, where)
-    states = [_layer(made, i, tuple(first.shape), tensors, where) for i in range(len(cache.layers))]
-    tables = {name: _table(made, name, tensors, where) for name in made.rope}
+    held = record.built is not None and meta["format_version"] >= 4
+    built = None if decoding is None or not held else _built(record, decoding, tensors, device, where)
+    states = [_layer(record, i, tuple(first.shape), tensors, where) for i in range(len(cache.layers))]
+    tables = {name: _table(record, name, tensors, where) for name in record.rope}
     for layer, (keys, values, recent, end) in zip(cache.layers, states, strict=True):
         layer.update(keys.to(device), values.to(device))  # type: ignore[union-attr]
         if recent is not None:
@@ -138,7 +152,7 @@ def load_prefix(
 
 
 def maker(decoding: Decoding) -> dict[str, Any]:
-    """What index and estimates depend on: selector and its options, completion, sizes, and checksums of what was
+    """Return what index and estimates depend on: selector and its options, completion, sizes, and checksums of what was
     trained."""
     selector, router, phi = decoding.selector, decoding.router, decoding.phi
     spent = {"layer", "accounting", *(("token_budget", "probes") if selector.spends is Spends.AT_STEP else ())}
@@ -196,23 +210,24 @@ def _built(
 
 
 def _layer(
-    made: PrefixRecord, i: int, shape: tuple[int, ...], tensors: dict[str, Tensor], where: str,
+    record: PrefixRecord, i: int, shape: tuple[int, ...], tensors: dict[str, Tensor], where: str,
 ) -> tuple[Tensor, Tensor, Tensor | None, int]:
     """Keys and values `[B, Hkv, N, d]` of a layer, its last queries `[B, Hq, T, d]` and the position after them."""
     keys, values = (take(tensors, f"{i}.{name}", shape, where) for name in ("keys", "values"))
     if f"{i}.recent" not in tensors:
         return keys, values, None, 0
-    recent = take(tensors, f"{i}.recent", (shape[0], made.model["num_query_heads"], None, shape[3]), where)
-    end = made.recent_end.get(str(i))
-    if type(end) is not int or not recent.shape[2] <= end <= made.length:
-        raise damaged(where, f"the last queries of layer {i} end at {brief(end)}, expected a position of {made.length}")
+    recent = take(tensors, f"{i}.recent", (shape[0], record.model["num_query_heads"], None, shape[3]), where)
+    end = record.recent_end.get(str(i))
+    if type(end) is not int or not recent.shape[2] <= end <= record.length:
+        raise damaged(where, f"the last queries of layer {i} end at {brief(end)}, expected a position of "
+                             f"{record.length}")
     return keys, values, recent, end
 
 
-def _table(made: PrefixRecord, name: str, tensors: dict[str, Tensor], where: str) -> tuple[Any, Any, Tensor, Tensor]:
+def _table(record: PrefixRecord, name: str, tensors: dict[str, Tensor], where: str) -> tuple[Any, Any, Tensor, Tensor]:
     """Key, layout, cos and sin `[B or 1, N, rotary_dim]` of a rotary table."""
-    entry = made.rope[name]
+    entry = record.rope[name]
     if not (isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], str | None) and entry[1] in LAYOUTS):
         raise damaged(where, f"the rotary table {name} is {brief(entry)}, expected a kind of layer and a layout")
-    cos = take(tensors, f"rope.{name}.cos", (None, made.length, None), where)
+    cos = take(tensors, f"rope.{name}.cos", (None, record.length, None), where)
     return entry[0], entry[1], cos, take(tensors, f"rope.{name}.sin", tuple(cos.shape), where)

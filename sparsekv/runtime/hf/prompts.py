@@ -52,6 +52,11 @@ def check_mask(mask: Any, rows: int, tokens: int, *, held: int = 0, ends: bool =
         raise SparseKVError(PADDED)
 
 
+def positions_of(mask: Tensor) -> Tensor:
+    """Positions of tokens by a mask `[B, tokens]`, int64: a padded row counts from its first real token on."""
+    return (mask.long().cumsum(-1) - 1).clamp(min=0)
+
+
 def check_chunk(size: Any) -> None:
     """Raises SparseKVError for anything but a number of tokens, or None."""
     if size is not None and (type(size) is not int or size < 1):
@@ -78,7 +83,7 @@ def end_tokens(eos: int | Sequence[int] | Tensor | None) -> list[int]:
 
 
 def pad_token(pad: Any, rows: int, vocabulary: int) -> int:
-    """What rows that have ended are filled with, and the model goes on from. Raises SparseKVError."""
+    """Check the token that rows are filled with that have ended. Raises SparseKVError."""
     if type(pad) is not int or (rows > 1 and not 0 <= pad < vocabulary):
         raise SparseKVError(f"pad_token_id is {brief(pad)}, and the model has tokens 0 to {vocabulary - 1}; give one "
                             "of them for the rows that end first")
@@ -87,5 +92,5 @@ def pad_token(pad: Any, rows: int, vocabulary: int) -> int:
 
 def _rows(name: str, x: Any) -> None:
     if not isinstance(x, Tensor) or x.dim() != 2:
-        found = f"{list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-        raise SparseKVError(f"{name} must be a tensor of rows and tokens, found {found}")
+        given = f"{list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        raise SparseKVError(f"{name} must be a tensor of rows and tokens, found {given}")

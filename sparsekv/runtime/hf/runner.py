@@ -18,8 +18,8 @@ from sparsekv.core.selectors.base import ReadsPrompts
 from sparsekv.core.step import LayerState
 from sparsekv.kernels import dense_attention
 from sparsekv.runtime.begin import AttentionSpec, begin, decodes_sparsely, to_begin
+from sparsekv.runtime.break_even import Shape, shortest
 from sparsekv.runtime.counters import Counters
-from sparsekv.runtime.crossing import Shape, shortest
 from sparsekv.runtime.decoding import Decoding
 from sparsekv.runtime.fused import Fused
 from sparsekv.runtime.graph import raised_by_user, take_step
@@ -36,7 +36,7 @@ QUERY_BLOCK = 64
 
 
 class Runner:
-    """Of one attachment: its plans, and its attention where nothing is planned."""
+    """The runner of an attachment: its plans, and its attention where nothing is planned."""
 
     def __init__(self, decoding: Decoding, run: RunOptions, layers: int):
         self.decoding, self.run, self.counters = decoding, run, Counters(layers)
@@ -48,7 +48,7 @@ class Runner:
         self._loaded: set[int] = set()
         """Layers whose maps are on their device, or on the way."""
         self.fused: Fused | None = None
-        """What runs by kernels in the model's passes; of its seat."""
+        """What runs by kernels in the passes of its model."""
         self.whole = 0
         """Tokens of the prompt that is read piece by piece, with what the cache held before; 0 for one in one piece."""
         self._mask: tuple[Any, Tensor] | None = None
@@ -116,14 +116,16 @@ class Runner:
         self.counters.sparse_prompts += 1
         device = query.device
         regions = Regions.at_prefill_end(self._starts(mask, query.shape[0], device), key.shape[2], 0, 0)
-        view = LayerView(read(key, device), read(value, device), regions, scale, query.shape[1], module.layer_idx,
-                         len(cache.layers), cache.rope.get(getattr(module, "layer_type", None)), sinks=sinks)
+        view = LayerView(
+            read(key, device), read(value, device), regions=regions, scale=scale, num_query_heads=query.shape[1],
+            layer_idx=module.layer_idx, num_layers=len(cache.layers),
+            rope=cache.rope.get(getattr(module, "layer_type", None)), sinks=sinks)
         with torch.no_grad():
             out = reader.read(view, query, after=max(0, self.whole - key.shape[2]))
         return WithoutGradient.apply(query, out) if query.requires_grad else out
 
     def _warm(self, index: int, query: Tensor, key: Tensor) -> None:
-        """Of a prompt that is long enough to be decoded sparsely: maps and kernels are loaded beside it."""
+        """Load maps and kernels beside a prompt that is long enough to be decoded sparsely."""
         decoding, device = self.decoding, query.device
         least = shortest(device, decoding.sink_size, decoding.window_size) if decoding.dense_below is None else (
             decoding.dense_below)
@@ -142,7 +144,7 @@ class Runner:
 
     @torch.no_grad()
     def prompt_ended(self, cache: SparseCache, mask: Tensor | None) -> None:
-        """After a pass: where it was the last of a prompt, decoding begins, so that no token waits for it later."""
+        """Begin decoding after the last pass of a prompt, so that no token waits for it later."""
         first: Any = cache.first
         if first is not None and first.keys is not None and first.get_seq_length() == cache.prompt:
             self._begin(cache, mask if mask is None or mask.dim() == 2 else None, cache.prompt)
@@ -171,42 +173,42 @@ class Runner:
             queries = Queries.last(block, end, view.rope)
             step = state.step(queries)
             more = extra_tokens(view, state.selector, state.estimator)
-            self.counters.read(view, queries, [step.selection], more[None] if isinstance(more, Tensor) else more,
-                               view.layer_idx)
+            self.counters.read(view, queries, [step.selection], more[None], view.layer_idx)
             self.counters.took([view.layer_idx], [], block.shape[2], len(q))
             parts.append(step.out.to(query.device))
         self.counters.statistics[view.layer_idx] = state.selector.statistics()
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
     def step(
-        self, seat: Any, cache: SparseCache, token: Tensor, mask: Tensor | None, place: Tensor | None,
+        self, attached: Any, cache: SparseCache, token: Tensor, mask: Tensor | None, positions: Tensor | None,
     ) -> Tensor | None:
         """Logits `[B, 1, V]` after one more token of every row by a plan of all layers, overwritten by the next step;
         None where there is none. What a user raises in it, a signal handler say, comes out as it was raised; where the
         model cannot be planned at all its layers decode one by one."""
-        if place is None and seat.layers.counts_positions:
+        if positions is None and attached.layers.counts_positions:
             self.counters.not_replayed = "the model counts positions by itself, an image's in three dimensions (M-RoPE)"
             return None
-        plan = self.plan(cache, seat, mask)
+        plan = self.plan(cache, attached, mask)
         if plan is None:
             return None
         try:
-            return take_step(plan, token, place)
+            return take_step(plan, token, positions)
         except Exception as error:  # whatever the model raises on its first plan
             if plan.taken or isinstance(error, torch.OutOfMemoryError) or raised_by_user(error):
                 raise
-            cache.plan, seat.layers.failed = None, f"its step failed: {first_line(error)}"
-            warnings.warn(f"{type(seat.model).__name__} decodes layer by layer, {seat.layers.failed}", stacklevel=2)
+            cache.plan, attached.layers.failed = None, f"its step failed: {first_line(error)}"
+            warnings.warn(f"{type(attached.model).__name__} decodes layer by layer, {attached.layers.failed}",
+                          stacklevel=2)
             return None
 
-    def plan(self, cache: SparseCache, seat: Any, mask: Tensor | None) -> Plan | None:
+    def plan(self, cache: SparseCache, attached: Any, mask: Tensor | None) -> Plan | None:
         """The plan of the next step of one token, made anew where the last no longer serves; None where the step is
         taken layer by layer: before decoding has begun, and where a plan is not possible, as the report says."""
         first: Any = cache.first
         if not self.run.replays or first.keys is None or self.run.compares or self.prefilling or (
                 torch.is_grad_enabled()):
             return None
-        reason = why_not_planned(cache, seat.layers, seat.model, seat.hooks, self.decoding.by_cpu)
+        reason = why_not_planned(cache, attached.layers, attached.model, attached.hooks, self.decoding.by_cpu)
         if reason is not None:
             self.counters.not_replayed = reason
             return None
@@ -216,7 +218,7 @@ class Runner:
         if ours and held.fits(cache):
             return held
         cache.plan = None
-        if length >= first.room or not set(cache.rope) <= set(seat.ropes):
+        if length >= first.room or not set(cache.rope) <= set(attached.ropes):
             return None  # no room; or an attachment before this one read the prompt: a pass shows how the model rotates
         states = self._states(cache, mask, length)
         if states is None:
@@ -236,19 +238,19 @@ class Runner:
             starts = self._starts(mask, first.keys.shape[0], first.device)
         on_host = any(isinstance(layer, HostLayer) for layer in cache.layers)
         until = None if all(s is not None or i in self.decoding.dense_layers for i, s in enumerate(states)) else (
-            self.decoding.short_until(first.keys, length + 1, on_host))
+            self.decoding.dense_threshold(first.keys, length + 1, on_host))
         ropes = {key: (table, how) for key, table in cache.rope.items()
-                 if table.length == length and (how := seat.ropes.get(key)) is not None}
+                 if table.length == length and (how := attached.ropes.get(key)) is not None}
         steady = (ours and held.data[0] is first.data and held.length == length) or cache.settled
-        plan = Plan(seat.layers, cache, states, starts, self.counters, ropes, until=until, owner=self,
+        plan = Plan(attached.layers, cache, states, starts, self.counters, ropes, until=until, owner=self,
                     steady=steady)
         if plan.fits(cache):
             cache.plan = plan
         return cache.plan
 
     def _states(self, cache: SparseCache, mask: Tensor | None, length: int) -> list[LayerState | None] | None:
-        """What every layer decodes with, None: full attention. None for all where decoding has not begun, and this
-        attachment has not seen how the model calls its attention."""
+        """Return what every layer decodes with, None: full attention. None for all where decoding has not begun, and
+        this attachment has not seen how the model calls its attention."""
         states: list[LayerState | None] = []
         layers: list[Any] = cache.layers
         self._begin(cache, mask, length)

@@ -71,32 +71,33 @@ class SlidingLayer(StoredLayer, DynamicSlidingWindowLayer):
     """Keys and values of a sliding-window layer: what transformers' own keeps, the last `window − 1` tokens, in storage
     that a planned step can write into. Slot 0 has the token at `offset`."""
 
-    _keys: Trailing
-    _values: Trailing
+    stores: tuple[Trailing, ...]
 
     def __init__(self, sliding_window: int) -> None:
-        self._keys, self._values = Trailing(), Trailing()
+        self.stores = Trailing(), Trailing()
         super().__init__(sliding_window=sliding_window)
 
     @property
     def offset(self) -> int:
         """The position of the token in slot 0."""
-        return self.cumulative_length - self._keys.length
+        return self.cumulative_length - self.stores[0].length
 
     @property
     def room(self) -> int:
         """The length of the cache at which the storage is full; 0 where it may not be written into."""
-        slots = min(self._keys.room, self._values.room)
+        slots = super().room
         return self.offset + slots if slots else 0
 
     def make_room(self) -> None:
         """Storage that the next tokens can be written into."""
-        self._keys.make_room()
-        self._values.make_room()
+        for store in self.stores:
+            store.make_room()
 
     def grown_to(self, length: int) -> None:
         """Tokens up to `length` were written into the storage."""
-        self._keys.length = self._values.length = length - self.offset
+        slots = length - self.offset
+        for store in self.stores:
+            store.length = slots
         self.cumulative_length = length
         self._let_go()
 
@@ -104,24 +105,25 @@ class SlidingLayer(StoredLayer, DynamicSlidingWindowLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.cumulative_length += key_states.shape[-2]
-        seen = self._keys.append(key_states), self._values.append(value_states)
+        seen = self.stores[0].append(key_states), self.stores[1].append(value_states)
         self._let_go()
         return seen
 
     def fork(self) -> SlidingLayer:
         other = copy.copy(self)
-        other._keys, other._values = self._keys.fork(), self._values.fork()
+        other.stores = tuple(store.fork() for store in self.stores)
         return other
 
-    def _put(self, store: Trailing, value: Any) -> None:
+    def set_store(self, index: int, value: Any) -> None:
         """transformers' layers begin with None, then with an empty tensor of one dimension."""
+        store = self.stores[index]
         if value is None or value.dim() < 2:
             store.clear()
         else:
             store.replace(value)
 
     def _let_go(self) -> None:
-        """Of what no later token sees, unless transformers asks for the past, to crop it."""
+        """Let go of what no later token sees, unless transformers asks for the past, to crop it."""
         if not getattr(self, "record_past", False):
-            for store in (self._keys, self._values):
+            for store in self.stores:
                 store.keep(self.sliding_window - 1)

@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 import mmap
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from sparsekv.core.layer import take_rows
+from sparsekv.core.rope import Layout, RopeTable
+from sparsekv.runtime.hf.turns import Moves, move
 from sparsekv.util.errors import SparseKVError
 
 
@@ -20,19 +24,19 @@ def page_locked(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     size = -(-max(1, math.prod(shape) * dtype.itemsize) // mmap.PAGESIZE) * mmap.PAGESIZE
     held = np.empty(size + mmap.PAGESIZE, dtype=np.uint8)
     first = -held.ctypes.data % mmap.PAGESIZE
-    place, runtime = held.ctypes.data + first, torch.cuda.cudart()
-    error = runtime.cudaHostRegister(place, size, 0)
+    address, runtime = held.ctypes.data + first, torch.cuda.cudart()
+    error = runtime.cudaHostRegister(address, size, 0)
     if error != runtime.cudaError.success:
         raise SparseKVError(f"{size / 1e9:.3g} GB of CPU memory could not be locked for keys and values ({error}); "
                             "free memory, shorten prompt or answer, or keep keys on the GPU (placement='gpu')")
-    weakref.finalize(held, _unlock, place).atexit = False
+    weakref.finalize(held, _unlock, address).atexit = False
     return torch.from_numpy(held[first:first + math.prod(shape) * dtype.itemsize]).view(dtype).view(shape)
 
 
-def _unlock(place: int) -> None:
+def _unlock(address: int) -> None:
     """Once no kernel reads it."""
     torch.cuda.synchronize()
-    torch.cuda.cudart().cudaHostUnregister(place)
+    torch.cuda.cudart().cudaHostUnregister(address)
 
 
 class Growing:
@@ -47,7 +51,7 @@ class Growing:
 
     @property
     def view(self) -> Tensor:
-        """What is stored, `[..., n, d]`; no copy."""
+        """The stored tokens, `[..., n, d]`; no copy."""
         assert self.data is not None
         return self.data[..., :self.length, :]
 
@@ -73,18 +77,18 @@ class Growing:
             return page_locked(shape, like.dtype)
         return torch.empty(shape, dtype=like.dtype, device="cpu" if self.on_host else like.device)
 
-    def _write(self, place: Tensor, new: Tensor) -> None:
-        """From a device to its host head by head, each in one piece, so that nothing waits."""
+    def _write(self, target: Tensor, new: Tensor) -> None:
+        """Copy from a device to its host head by head, each in one piece, so that nothing waits."""
         if not (self.on_host and new.is_cuda):
-            place.copy_(new)
+            target.copy_(new)
             return
-        parts, rows = place.flatten(0, -3), new.detach().flatten(0, -3).contiguous()
+        parts, rows = target.flatten(0, -3), new.detach().flatten(0, -3).contiguous()
         for i in range(len(rows)):
             parts[i].copy_(rows[i], non_blocking=True)
 
     @property
     def room(self) -> int:
-        """How many there is room for; none of them in a tensor that is shared."""
+        """Tokens that there is room for; none of them in a tensor that is shared."""
         return 0 if self.data is None or self.shared else self.data.shape[-2]
 
     def crop(self, length: int) -> None:
@@ -119,17 +123,12 @@ class StoredLayer:
     """Keys and values `[B, Hkv, n, d]` of a layer of a cache in storage of ours, by the names that transformers' layers
     have; None before the first token."""
 
-    _keys: Growing
-    _values: Growing
-
-    @property
-    def stores(self) -> tuple[Growing, ...]:
-        """All that it keeps a token in."""
-        return self._keys, self._values
+    stores: tuple[Growing, ...]
+    """The tensors that a token is kept in."""
 
     @property
     def room(self) -> int:
-        """How many tokens there is room for."""
+        """Tokens that there is room for."""
         return min(store.room for store in self.stores)
 
     @property
@@ -137,27 +136,88 @@ class StoredLayer:
         """The first tensor of the storage, which stands for all: another one means that all of it was moved."""
         return self.stores[0].data
 
+    def split(self, tensors: Sequence[Any]) -> Sequence[Any]:
+        """Keys and values of tensors of the storage."""
+        return tensors
+
     @property
     def keys(self) -> Any:
-        return None if self._keys.data is None else self._keys.view
+        return None if self.data is None else self.split([store.view for store in self.stores])[0]
 
     @keys.setter
     def keys(self, value: Any) -> None:
-        self._put(self._keys, value)
+        self.set_store(0, value)
 
     @property
     def values(self) -> Any:
-        return None if self._values.data is None else self._values.view
+        return None if self.data is None else self.split([store.view for store in self.stores])[1]
 
     @values.setter
     def values(self, value: Any) -> None:
-        self._put(self._values, value)
+        self.set_store(1, value)
 
-    def _put(self, store: Any, value: Any) -> None:
-        """transformers' layers begin with None here."""
+    def set_store(self, index: int, value: Any) -> None:
+        """Set keys (0) or values (1) from outside: transformers' layers begin with None."""
 
     @property
-    def whole(self) -> tuple[Tensor, Tensor]:
-        """All of the storage of keys and of values, `[B, Hkv, slots, d]`."""
-        assert self._keys.data is not None and self._values.data is not None
-        return self._keys.data, self._values.data
+    def whole(self) -> Sequence[Any]:
+        """The whole storage of keys and of values, `[B, Hkv, slots, d]`."""
+        return self.split([store.data for store in self.stores])
+
+
+class GrowingRope(RopeTable):
+    """The rotary tables of a cache, one for all layers that rotate alike, grown with it."""
+
+    def __init__(self, layout: Layout, reserve: int = 0):
+        self.layout: Layout = layout
+        self.cos, self.sin = Growing(reserve=reserve), Growing(reserve=reserve)
+
+    def tables(self) -> tuple[Tensor, Tensor]:
+        return self.cos.view, self.sin.view
+
+    def append(self, cos: Tensor, sin: Tensor, length: int, moves: Moves = ()) -> None:
+        """Add the tables of new tokens, once: the first layer of a forward pass that gets here adds them. moves: of the
+        rows, those of `SparseCache.moves`."""
+        if self.cos.length != length:
+            return
+        batch = max(cos.shape[0], len(moves))
+        for store, new in ((self.cos, cos), (self.sin, sin)):
+            held = store.view.shape[0] if store.length else batch
+            if held < batch:
+                store.replace(store.view.expand(batch, -1, -1))
+                store.shared = True
+            move(store.append(new.expand(max(held, batch), -1, -1).float()), moves, new.shape[1])
+
+    @property
+    def length(self) -> int:
+        """Tokens it has tables of."""
+        return self.cos.length
+
+    @property
+    def room(self) -> int:
+        """Tokens that there is room for."""
+        return min(self.cos.room, self.sin.room)
+
+    def whole(self) -> RopeTable:
+        """Return all of the storage, as a replayed step reads it."""
+        assert self.cos.data is not None and self.sin.data is not None
+        return RopeTable(self.layout, self.cos.data, self.sin.data)
+
+    def write(self, cos: Tensor, sin: Tensor, lengths: Tensor) -> None:
+        """The tables `[B, 1, width]` of the last of `lengths [B]` tokens, in their place."""
+        for data, new in zip(self.whole().tables(), (cos, sin), strict=True):
+            data.index_copy_(1, lengths[:1] - 1, new[:data.shape[0]].to(data.dtype))
+
+    def grown_to(self, length: int) -> None:
+        """Tokens up to `length` were written."""
+        self.cos.length = self.sin.length = length
+
+    def fork(self) -> GrowingRope:
+        other = GrowingRope(self.layout)
+        other.cos, other.sin = self.cos.fork(), self.sin.fork()
+        return other
+
+    def take_rows(self, index: Tensor) -> None:
+        for store in (self.cos, self.sin):
+            if store.length and store.view.shape[0] > 1:
+                store.replace(take_rows(store.view, index))

@@ -27,8 +27,8 @@ def model_within(model: Any) -> Any:
         raise SparseKVError(f"attach expects a transformers model, found {type(model).__name__}")
     check_uncompiled(holders(model, attention_modules(model)))
     if not isinstance(model, PreTrainedModel):
-        found = next((m for m in model.modules() if isinstance(m, PreTrainedModel) and m.can_generate()), None)
-        model = model if found is None else found
+        inner = next((m for m in model.modules() if isinstance(m, PreTrainedModel) and m.can_generate()), None)
+        model = model if inner is None else inner
     check_model(model)
     return model
 
@@ -36,14 +36,14 @@ def model_within(model: Any) -> Any:
 def holders(model: nn.Module, modules: dict[int, Any]) -> list[tuple[Any, str, Any]]:
     """The model, its attention modules and all in between, each with what holds it and by which name."""
     inside = set(modules.values())
-    found: dict[str, tuple[Any, str, Any]] = {"": (None, "", model)}
+    held: dict[str, tuple[Any, str, Any]] = {"": (None, "", model)}
     for path, module in model.named_modules():
         if module in inside:
             parts = path.split(".")
             for n in range(len(parts)):
                 parent = model.get_submodule(".".join(parts[:n]))
-                found[".".join(parts[:n + 1])] = parent, parts[n], parent._modules[parts[n]]
-    return list(found.values())
+                held[".".join(parts[:n + 1])] = parent, parts[n], parent._modules[parts[n]]
+    return list(held.values())
 
 
 def check_uncompiled(holders: Iterable[tuple[Any, str, nn.Module]]) -> None:
@@ -64,7 +64,7 @@ def check_uncompiled(holders: Iterable[tuple[Any, str, nn.Module]]) -> None:
 
 
 def _wraps(module: Any) -> bool:
-    """Whether it is what torch.compile makes of a module."""
+    """Return whether it is what torch.compile makes of a module."""
     return "_orig_mod" in getattr(module, "_modules", ())
 
 
@@ -99,18 +99,18 @@ def check_cache(cache: Any) -> None:
 def load_artifacts(artifacts: Any, router: Any, phi: Any) -> tuple[Any, Any]:
     """Router and feature maps, each None where there is none. artifacts: folder or name of a training, or of one of
     them, for what is not given by itself. Raises SparseKVError."""
-    found: dict[str, Path] = {}
+    paths: dict[str, Path] = {}
     if artifacts is not None:
         if not isinstance(artifacts, str | Path):
             raise SparseKVError(f"artifacts is a {type(artifacts).__name__}; expected a folder or a name on the hub, "
                                 "as user/name")
         given = {"router": router, "phi": phi}
-        found = find_artifacts(artifacts)
-        if not any(kind in ARTIFACTS and given[kind] is None for kind in found):
-            raise SparseKVError(f"{str(artifacts)!r} holds {', '.join(found)}; expected what is not given by router "
+        paths = find_artifacts(artifacts)
+        if not any(kind in ARTIFACTS and given[kind] is None for kind in paths):
+            raise SparseKVError(f"{str(artifacts)!r} holds {', '.join(paths)}; expected what is not given by router "
                                 "and phi")
-    return (as_artifact(found.get("router") if router is None else router, "router"),
-            as_artifact(found.get("phi") if phi is None else phi, "phi"))
+    return (as_artifact(paths.get("router") if router is None else router, "router"),
+            as_artifact(paths.get("phi") if phi is None else phi, "phi"))
 
 
 def as_artifact(artifact: Any, kind: str) -> Any:

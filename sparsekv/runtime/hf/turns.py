@@ -17,13 +17,13 @@ Moves = Sequence[int]
 
 
 def is_left(mask: Tensor) -> bool:
-    """Whether the padding of a mask `[B, N]` is all on the left of every row."""
+    """Return whether the padding of a mask `[B, N]` is all on the left of every row."""
     real = mask.bool()
     return not bool((real[:, :-1] & ~real[:, 1:]).any())
 
 
 def left_padded(mask: Tensor) -> Tensor:
-    """A mask `[B, N]` of as many real tokens in every row, its padding on the left."""
+    """Make a mask `[B, N]` of as many real tokens in every row, its padding on the left."""
     places = torch.arange(mask.shape[1], device=mask.device)
     return (places >= mask.shape[1] - mask.sum(-1, keepdim=True, dtype=torch.long)).to(mask.dtype)
 
@@ -38,7 +38,7 @@ class Turn(NamedTuple):
 
 
 def turn_of(mask: Tensor, held: int, moved: bool) -> Turn:
-    """The turn after `held` tokens, mask `[B, N]` of both as transformers has it. moved: the cache has moved rows.
+    """Find the turn after `held` tokens, mask `[B, N]` of both as transformers has it. moved: the cache has moved rows.
     Raises SparseKVError for padding at the end of a row, or between tokens that the cache holds."""
     if not moved and is_left(mask):
         return Turn(mask)

@@ -60,7 +60,7 @@ def check_engine(config: Any) -> None:
 
 
 def served_shape(model: Any) -> ServedShape:
-    """What the settings must fit, of a `ModelConfig`."""
+    """Return what the settings must fit, of a `ModelConfig`."""
     text = model.hf_text_config
     names = getattr(model.hf_config, "architectures", None) or [type(text).__name__]
     return ServedShape(names[0], text.num_hidden_layers, text.num_attention_heads, model.get_total_num_kv_heads(),

@@ -18,9 +18,9 @@ BESIDE = 64
 
 
 class Turn:
-    """Of this process. least: requests shorter than this never decode sparsely [tokens]; together: what the others of a
-    batch hold at least where they do [tokens]; short: whether the batch that was prepared last has too little for it;
-    capturing: graphs of such batches; captured: there are some."""
+    """The choice of graphs in this process. least: requests shorter than this never decode sparsely [tokens]; together:
+    what the others of a batch hold at least where they do [tokens]; short: whether the batch that was prepared last has
+    too little for it; capturing: graphs of such batches; captured: there are some."""
 
     least: int | None = None
     together = 0
@@ -35,8 +35,8 @@ class Turn:
         self.together = together if first else min(self.together, together)
 
     def take(self, lengths: Tensor) -> bool:
-        """Whether the batch that is being prepared, its requests of at most `lengths [R]` tokens (on the CPU), is
-        short."""
+        """Decide whether the batch that is being prepared, its requests of at most `lengths [R]` tokens (on the CPU),
+        is short."""
         if self.least is not None:
             long = lengths[lengths >= self.least]
             beside = lengths.shape[0] - long.shape[0]
@@ -48,7 +48,7 @@ TURN = Turn()
 
 
 class Either:
-    """What is replayed as a graph: one of two of the same batch."""
+    """Two graphs of one batch, of which one is replayed."""
 
     def __init__(self, sparse: Any, short: Any):
         self.sparse, self.short = sparse, short

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from sparsekv.artifacts.phi import PhiLayer
-from sparsekv.artifacts.router import RouterLayer
 from sparsekv.core.estimators import PhiEstimator
-from sparsekv.core.index import Buckets, TrainedBuckets, list_whole
+from sparsekv.core.index import Buckets, RouterLayer, list_whole
 from sparsekv.core.layer import LayerView, Queries, mapped
 from sparsekv.core.prefill import SparsePrompts
 from sparsekv.core.regions import Regions
@@ -65,7 +64,7 @@ class LayerIndex:
         # rows come and go between steps, and codes are written with their keys
         self.selector.alone, self.selector.fit = False, "fixed"  # type: ignore[attr-defined]
         self.selector.layer = trained = _placed(selector.trained, device, pages.kind)
-        self.made: list[tuple[Router | None, PhiEstimator | None]] = [(None, None)] * room.seats
+        self.requests: list[tuple[Router | None, PhiEstimator | None]] = [(None, None)] * room.seats
         nowhere = torch.zeros(1, dtype=torch.int64, device=device)
         self.none = Regions(nowhere, nowhere, 0, 0)
         self.spent = torch.zeros(2, room.seats + 1, dtype=torch.int64, device=device)
@@ -106,7 +105,7 @@ class LayerIndex:
     def step(self, q: Tensor, metadata: DecodeMetadata, table: Tensor, out: Tensor) -> Tensor:
         """A decode step of one query a row, q `[R, Hq, d]` with RoPE, into out `[R, Hq, d]`: over the row's anchors and
         what its selector chooses, completed if asked for, or over all it has in its pages, table `[R, blocks]`."""
-        columns = metadata.places
+        columns = metadata.positions
         if self.turns and self.rope is not None:
             columns = columns.clamp(0, self.rope.tables()[0].shape[1] - 1)
         # one row of R queries; what each of them sees the metadata say
@@ -121,7 +120,8 @@ class LayerIndex:
         of the piece last -> as q. Keys and values of the request are side by side while it lasts."""
         start = torch.zeros(1, dtype=torch.int64, device=q.device)
         view = LayerView(self.pages.keys_in(slots)[None], self.pages.values_in(slots)[None],
-                         Regions.of_equal_rows(start, slots.shape[0], 0, 0), self.scale, q.shape[1])
+                         regions=Regions.of_equal_rows(start, slots.shape[0], 0, 0), scale=self.scale,
+                         num_query_heads=q.shape[1])
         out = reads.read(view, q.transpose(0, 1)[None])[0].transpose(0, 1)
         return out if self.pages.scales.value == 1 else out * self.pages.scales.value
 
@@ -130,32 +130,31 @@ class LayerIndex:
         return PagedView(pages=self.pages, regions=regions, scale=self.scale,
                          num_query_heads=self.pages.keys.shape[0], rope=self.rope, slots=slots)
 
-    def put(self, seat: int, made: Any, summary: PhiEstimator | None, view: PagedView) -> list[Copied]:
+    def put(self, seat: int, selector: Any, summary: PhiEstimator | None, view: PagedView) -> list[Copied]:
         """A request's index has its seat's rows from now on, and its summary likewise: what is to be copied there."""
         whole, copied, first = self.by_seat, [], seat * self.room.longest
-        listed = made.buckets
+        listed = selector.buckets
         if listed is None:
             order = whole.buckets.order[:, :, :view.regions.edges[3] - view.regions.edges[0]]
             empty = Buckets._make(None if x is None else torch.zeros_like(x[:1])
                                   for x in whole.buckets._replace(order=order))
             listed = list_whole(empty, view, torch.ones_like(view.regions.starts, dtype=torch.bool))
-        place = whole.buckets.order[:, :, first:first + listed.order.shape[2]]
-        copied.append((place[0], listed.order[0]))
+        listed_to = whole.buckets.order[:, :, first:first + listed.order.shape[2]]
+        copied.append((listed_to[0], listed.order[0]))
         torch.add(listed.offsets[0], first, out=whole.buckets.offsets[seat])
         rows = _put(whole.buckets._replace(order=None, offsets=None), seat,
                     listed._replace(order=None, offsets=None), copied)
-        if made.buckets is not None:
-            made.buckets = rows._replace(order=place, offsets=listed.offsets)
+        if selector.buckets is not None:
+            selector.buckets = rows._replace(order=listed_to, offsets=listed.offsets)
+        copied.append((self.spent[0, seat], selector.budget[0]))
         if whole.codes is not None:
-            made.codes = whole.codes
-            copied.append((whole.side[seat], made.sketch.queries[0]))
-        index = made.index
-        copied += [(self.spent[0, seat], index.budget[0]), (self.spent[1, seat], index.pool[0])]
+            selector.codes = whole.codes
+            copied += [(whole.side[seat], selector.sketch.queries[0]), (self.spent[1, seat], selector.pool[0])]
         if self.completes is not None and summary is not None:
             copied.append((self.completes.layer.offset[seat], summary.layer.offset.reshape(-1)))
             for name in summary.row_state:
                 setattr(summary, name, _put(getattr(self.completes, name), seat, getattr(summary, name), copied))
-        self.made[seat] = made, summary
+        self.requests[seat] = selector, summary
         return copied
 
 
@@ -175,13 +174,13 @@ def build_seat(
     views = [index.request(slots, regions) for index in indices]
     for some in in_pieces(list(zip(indices, views, strict=True)), max(map(key_bytes, views)), at_once(slots.device)):
         selectors = [copy.copy(index.selector) for index, _ in some]
-        for made in selectors:
-            if routed and made.reads_codes:
-                made.candidates = 0.5
+        for selector in selectors:
+            if routed and selector.reads_codes:
+                selector.candidates = 0.5
         summaries = [None if index.fresh is None else index.fresh.fork() for index, _ in some]
         build_layers([view for _, view in some], selectors, summaries)
-        copy_all([pair for (index, view), made, summary in zip(some, selectors, summaries, strict=True)
-                  for pair in index.put(seat, made, summary, view)])
+        copy_all([pair for (index, view), selector, summary in zip(some, selectors, summaries, strict=True)
+                  for pair in index.put(seat, selector, summary, view)])
 
 
 def extend_seat(indices: Sequence[LayerIndex], seat: int, slots: Tensor, old: Regions, regions: Regions) -> None:
@@ -189,10 +188,10 @@ def extend_seat(indices: Sequence[LayerIndex], seat: int, slots: Tensor, old: Re
     copied: list[Copied] = []
     _encode_missing(indices, slots)
     for index in indices:
-        (made, summary), view = index.made[seat], index.request(slots, regions)
-        assert made is not None
-        grow(view, old, made, summary)
-        copied += index.put(seat, made, summary, view)
+        (selector, summary), view = index.requests[seat], index.request(slots, regions)
+        assert selector is not None
+        grow(view, old, selector, summary)
+        copied += index.put(seat, selector, summary, view)
     copy_all(copied)
 
 
@@ -229,15 +228,15 @@ def at_once(device: torch.device) -> int:
 def copy_all(pairs: Sequence[Copied]) -> None:
     """Write what was found where it belongs: one call for all numbers of a kind."""
     kinds: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-    for place, found in pairs:
-        places, all_found = kinds.setdefault(place.dtype, ([], []))
-        places.append(place)
-        all_found.append(found)
-    for places, all_found in kinds.values():
-        torch._foreach_copy_(places, all_found)
+    for target, source in pairs:
+        targets, sources = kinds.setdefault(target.dtype, ([], []))
+        targets.append(target)
+        sources.append(source)
+    for targets, sources in kinds.values():
+        torch._foreach_copy_(targets, sources)
 
 
-def _placed(trained: TrainedBuckets, device: torch.device, kind: torch.dtype) -> RouterLayer:
+def _placed(trained: RouterLayer, device: torch.device, kind: torch.dtype) -> RouterLayer:
     """The artifact's part on the device; the sketch in float32 at least."""
     kind = torch.promote_types(kind, torch.float32)
     weights = None if trained.weights is None else QueryModel(*(w.to(device) for w in trained.weights))
@@ -246,28 +245,28 @@ def _placed(trained: TrainedBuckets, device: torch.device, kind: torch.dtype) ->
                        trained.sketch_bytes)
 
 
-def _put(rows: Any, seat: int, found: Any, copied: list[Copied]) -> Any:
+def _put(rows: Any, seat: int, values: Any, copied: list[Copied]) -> Any:
     """The row of a seat, of tensors or named tuples of them; copied gets it, and what was found of one request."""
     def put(one: Tensor, all_rows: Tensor) -> Tensor:
         copied.append((all_rows[seat], one[0]))
         return all_rows[seat:seat + 1]
 
-    return mapped(put, found, rows)
+    return mapped(put, values, rows)
 
 
 def _shapes(
-    trained: TrainedBuckets, room: Room, dtype: torch.dtype, *, by_means: bool,
+    trained: RouterLayer, room: Room, dtype: torch.dtype, *, by_means: bool,
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Shape and kind of the fields of the seats' `Buckets`."""
     (heads, buckets, dim), seats = trained.centroids.shape, room.seats + 1
     wide = torch.promote_types(dtype, torch.float32)
     row = seats, heads, buckets
-    found = {"centroids": ((*row, dim), dtype), "order": ((1, heads, room.seats * room.longest), torch.int32),
+    shapes = {"centroids": ((*row, dim), dtype), "order": ((1, heads, room.seats * room.longest), torch.int32),
              "offsets": ((seats, heads, buckets + 1), torch.int32)}
     if by_means:
-        found |= {"sums": ((*row, dim), wide), "squares": (row, wide), "means": ((*row, dim), torch.int8),
+        shapes |= {"sums": ((*row, dim), wide), "squares": (row, wide), "means": ((*row, dim), torch.int8),
                   "steps": (row, torch.float32), "spread": (row, wide)}
-    return found
+    return shapes
 
 
 def bytes_by_slot(selector: Router) -> int:
@@ -283,8 +282,8 @@ def bytes_by_seat(selector: Router, room: Room, dtype: torch.dtype) -> int:
     trained = selector.trained
     heads, _, dim = trained.centroids.shape
     shapes = _shapes(trained, room, dtype, by_means=(selector.scores or trained.scores) == "mean_key")
-    found = sum(math.prod(shape) * kind.itemsize for shape, kind in shapes.values())
+    total = sum(math.prod(shape) * kind.itemsize for shape, kind in shapes.values())
     if bytes_by_slot(selector) and trained.sketch is not None:
-        found += torch.promote_types(dtype, torch.float32).itemsize * (room.seats + 1) * heads * dim * (
+        total += torch.promote_types(dtype, torch.float32).itemsize * (room.seats + 1) * heads * dim * (
             trained.sketch.rank)
-    return found
+    return total

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 
 from sparsekv.core.layer import CacheLayer, Queries, Selection
-from sparsekv.core.regions import Regions
-from sparsekv.core.rope import RopeTable
 from sparsekv.kernels import Anchored, CompletionQuery, Pages, Sketch, attend_tokens, encode_keys
 from sparsekv.runtime.vllm.pages import by_slot, taken
 
@@ -20,14 +18,17 @@ KEYS_AT_ONCE = 8192
 
 
 class DecodeMetadata(NamedTuple):
-    """A decode step's rows as the layers need them. sparse `[R]`: who decodes sparsely; seat `[R]`: with which index,
-    for the others nobody's; anchors `[R, A]`: slots of sink and tail, the first `anchored [R]`, -1 behind them; places
-    `[R]`: position of the query; rest `[R]` int32: lengths of the rows that are attended to fully, 0 for the others."""
+    """The rows of a decode step, as the layers need them.
+
+    sparse `[R]`: who decodes sparsely; seat `[R]`: with which index, for the others nobody's; anchors `[R, A]`: slots
+    of sink and tail, the first `anchored [R]`, -1 behind them; positions `[R]` of the queries; rest `[R]` int32:
+    lengths of the rows that are attended to fully, 0 for the others.
+    """
 
     sparse: Tensor
     seat: Tensor
     anchors: Tensor
-    places: Tensor
+    positions: Tensor
     rest: Tensor
     anchored: Tensor
 
@@ -53,7 +54,7 @@ class UncodedSlots:
 
 
 class Scales(NamedTuple):
-    """What numbers of the pages are multiplied by: those of a float8 cache are keys and values over these."""
+    """The factors of the numbers in the pages: those of a float8 cache are keys and values over these."""
 
     key: float = 1.0
     value: float = 1.0
@@ -86,24 +87,24 @@ class LayerPages:
 
     def encode_in(self, slots: Tensor) -> None:
         """Codes of the keys in slots `[n]`, from the pages."""
-        for at in slots.split(KEYS_AT_ONCE) if slots.numel() else ():
-            self._encode(self.keys_in(at).transpose(0, 1), at)
+        for part in slots.split(KEYS_AT_ONCE) if slots.numel() else ():
+            self._encode(self.keys_in(part).transpose(0, 1), part)
 
     def keys_in(self, slots: Tensor) -> Tensor:
         """The keys in slots `[n]`, `[Hkv, n, d]`."""
-        found = taken(self.keys, slots).to(self.kind)
-        return found if self.scales.key == 1 else found * self.scales.key
+        keys = taken(self.keys, slots).to(self.kind)
+        return keys if self.scales.key == 1 else keys * self.scales.key
 
     def values_in(self, slots: Tensor) -> Tensor:
         """The values in slots `[n]`, as the pages have them, `[Hkv, n, d]`."""
         return taken(self.values, slots).to(self.kind)
 
-    def _encode(self, keys: Tensor, at: Tensor) -> None:
+    def _encode(self, keys: Tensor, slots: Tensor) -> None:
         assert self.codes is not None and self.sketch is not None
-        self.codes.index_copy_(2, at, encode_keys(keys.transpose(0, 1)[None], self.sketch, self.width))
+        self.codes.index_copy_(2, slots, encode_keys(keys.transpose(0, 1)[None], self.sketch, self.width))
 
 
-@dataclass(kw_only=True)
+@dataclass(eq=False)
 class PagedView(CacheLayer):
     """One request of a layer, to be built: slots `[N]` of its first tokens, the mid region's last among them. Or the
     batch of a decode step, one row of R queries: its metadata, page table `[R, blocks]` and output `[R, Hq, d]`.
@@ -112,10 +113,6 @@ class PagedView(CacheLayer):
     alike, and it multiplies the output. The key's scale is in that of the scores, and in the map of keys."""
 
     pages: LayerPages
-    regions: Regions
-    scale: float
-    num_query_heads: int
-    rope: RopeTable | None = None
     slots: Tensor | None = None
     metadata: DecodeMetadata | None = None
     table: Tensor | None = None

@@ -36,9 +36,9 @@ def write(pool: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> None:
     """Keys and values `[n, Hkv, d]` into their slots `[n]`; a negative slot is none."""
     keys, values = by_slot(pool)
     kept = slots >= 0
-    place = slots[kept]
-    keys[:, place] = key[:len(slots)][kept].transpose(0, 1).to(pool.dtype)
-    values[:, place] = value[:len(slots)][kept].transpose(0, 1).to(pool.dtype)
+    real = slots[kept]
+    keys[:, real] = key[:len(slots)][kept].transpose(0, 1).to(pool.dtype)
+    values[:, real] = value[:len(slots)][kept].transpose(0, 1).to(pool.dtype)
 
 
 def attend_pages(
@@ -54,8 +54,8 @@ def attend_pages(
         first, last = edges[row:row + 2]
         if length <= 0 or first == last:
             continue
-        places = slots_at(table[row:row + 1].to(q.device), torch.arange(length, device=q.device)[None], page)[0]
-        found = dense_attention(q[None, first:last].transpose(1, 2), keys[None, :, places], values[None, :, places],
+        slots = slots_at(table[row:row + 1].to(q.device), torch.arange(length, device=q.device)[None], page)[0]
+        attended = dense_attention(q[None, first:last].transpose(1, 2), keys[None, :, slots], values[None, :, slots],
                                 scale=scale, window=window, softcap=softcap)
-        out[first:last] = found[0].transpose(0, 1)
+        out[first:last] = attended[0].transpose(0, 1)
     return out

@@ -3,6 +3,7 @@ attributes of vLLM's objects alone."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,12 +15,10 @@ from sparsekv.runtime.vllm import summaries
 from sparsekv.runtime.vllm.checks import check_engine, head_slice, served_shape
 from sparsekv.runtime.vllm.index import heads_of
 from sparsekv.runtime.vllm.prompts import prompt_bytes
-from sparsekv.runtime.vllm.settings import VARIABLE, ServedModel, Serving, served_model, settings_path
+from sparsekv.runtime.vllm.settings import VARIABLE, ServedModel, ServedShape, Serving, served_model, settings_path
 from sparsekv.runtime.vllm.share import Counted, MemoryPlan, count, memory_plan, seats_within
 from sparsekv.util.errors import SparseKVError
 from sparsekv.util.memory import memory_of
-
-_PLANS: dict[tuple[str, Any], ServedModel] = {}
 
 
 def plan_for(config: Any) -> ServedModel:
@@ -29,10 +28,12 @@ def plan_for(config: Any) -> ServedModel:
         raise SparseKVError(f"the attention backend CUSTOM is sparsekv's and {VARIABLE} is not set; set it to a "
                             "settings file (docs/serve.md), or choose another backend")
     check_engine(config)
-    shape = served_shape(config.model_config)
-    if (path, shape) not in _PLANS:
-        _PLANS[path, shape] = served_model(Serving.load(path), shape)
-    return _PLANS[path, shape]
+    return _plan(path, served_shape(config.model_config))
+
+
+@functools.cache
+def _plan(path: str, shape: ServedShape) -> ServedModel:
+    return served_model(Serving.load(path), shape)
 
 
 def layer_number(name: str) -> int:
@@ -64,7 +65,7 @@ def sparse_layers(config: Any, plan: ServedModel) -> Iterator[tuple[str, Any]]:
 
 
 def kept_beside(config: Any, plan: ServedModel) -> MemoryPlan:
-    """What all layers of this rank keep beside the pages, and what one needs while it reads a prompt sparsely."""
+    """Count what all layers of this rank keep beside the pages, and what one needs while it reads a prompt sparsely."""
     layers, model = list(sparse_layers(config, plan)), config.model_config
     longest, kind = model.max_model_len, model.dtype
     kept = memory_plan([part_of(config, plan, layer_number(name), impl) for name, impl in layers], longest, kind)
@@ -77,7 +78,7 @@ def kept_beside(config: Any, plan: ServedModel) -> MemoryPlan:
 
 
 def seats_of(config: Any, plan: ServedModel, kept: MemoryPlan) -> int:
-    """How many requests may decode sparsely at once, the same on all ranks."""
+    """Count the requests that may decode sparsely at once, the same on all ranks."""
     most, serving = config.scheduler_config.max_num_seqs, plan.serving
     if serving.requests is not None:
         return min(serving.requests, most)
@@ -89,8 +90,8 @@ def seats_of(config: Any, plan: ServedModel, kept: MemoryPlan) -> int:
 
 
 def counted(config: Any, available: int) -> Counted | None:
-    """What of the memory that vLLM found for pages is left to them; None where no layer decodes sparsely. Raises
-    SparseKVError."""
+    """Count the memory that is left to the pages, of what vLLM found for them; None where no layer decodes sparsely.
+    Raises SparseKVError."""
     plan = plan_for(config)
     if next(sparse_layers(config, plan), None) is None:
         return None

@@ -31,25 +31,25 @@ class Piece(NamedTuple):
 
 
 def pieces_of(common: Any, reads: SparsePrompts, page: int) -> list[Piece]:
-    """Of a step those whose requests are long enough by now, where a block or more of queries is read sparsely. Not
-    those with spans that see themselves both ways, nor any of a step that is not causal."""
+    """Find the pieces of a step whose requests are long enough by now, where a block or more of queries is read
+    sparsely. Not those with spans that see themselves both ways, nor any of a step that is not causal."""
     if common.max_query_len <= 1 or getattr(common, "causal", True) is not True:
         return []
     spans = getattr(common, "mm_req_doc_ranges", None) or {}
     edges = common.query_start_loc_cpu[:common.num_reqs + 1].tolist()
     known = getattr(common, "seq_lens_cpu_upper_bound", None)
     lengths = (common.seq_lens if known is None else known)[:common.num_reqs].tolist()
-    found = []
+    pieces = []
     for row, length in enumerate(lengths):
         first, last = edges[row:row + 2]
         if last - first < 2 or length < reads.shortest or spans.get(row):
             continue
         begin, end = reads.sparse_part(length, last - first)
         if begin < end:
-            places = torch.arange(length, device=common.seq_lens.device)
-            found.append(Piece(row, first, last, slots_at(common.block_table_tensor[row:row + 1], places[None],
+            positions = torch.arange(length, device=common.seq_lens.device)
+            pieces.append(Piece(row, first, last, slots_at(common.block_table_tensor[row:row + 1], positions[None],
                                                           page)[0]))
-    return found
+    return pieces
 
 
 def without(lengths: Tensor, pieces: Sequence[Piece]) -> Tensor:

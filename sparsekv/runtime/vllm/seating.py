@@ -32,9 +32,9 @@ class SeatState(NamedTuple):
     arrived: Tensor
 
 
-class SeatOutputs(NamedTuple):
-    """What the first launch writes, as in `seats.Found`: `[R]` each, single, known and wants bool, own and seat
-    int64."""
+class SeatMatches(NamedTuple):
+    """The rows of a step that have a seat, `[R]` each. single bool: rows of one new token that decode; own int64: its
+    slot; known bool, seat int64: who has an index, and which; wants bool: who wants a seat or a longer index."""
 
     single: Tensor
     own: Tensor
@@ -45,12 +45,12 @@ class SeatOutputs(NamedTuple):
 
 def launch_follow(
     lengths: Tensor, starts: Tensor, table: Tensor, slots: Tensor, state: SeatState, unsorted: Tensor | None,
-    found: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], *, noted: int, step: int, page: int, dense_below: int,
+    found: SeatMatches, *, noted: int, step: int, page: int, dense_below: int,
     room: int,
 ) -> None:
     """`Seats.follow` of lengths `[R]`, starts `[R + 1]`, table `[R, blocks]`, slots `[T]`: changes the state, sets
-    `unsorted [slots + 1]` at the first `noted` slots, and writes found: single bool, own int64, known bool, seat int64
-    and wants bool, `[R]`, the last for rows that want a seat or have outgrown `room`."""
+    `unsorted [slots + 1]` at the first `noted` slots, and writes found; rows want a longer index that have outgrown
+    `room`."""
     from sparsekv.runtime.vllm.seating_triton import follow_kernel
 
     rows, count = lengths.shape[0], state.length.shape[0] - 1
@@ -59,7 +59,7 @@ def launch_follow(
     # where there is nothing to note the kernel is the same, and writes nothing
     at = state.arrived if unsorted is None else unsorted
     follow_kernel[(rows,)](
-        lengths, starts, slots, table, at, state, SeatOutputs(*found), rows, slots.shape[0],
+        lengths, starts, slots, table, at, state, found, rows, slots.shape[0],
         0 if unsorted is None else noted, step, count, at.shape[0] - 1, table.stride(0), state.table.stride(0),
         table.shape[1], min(table.shape[1], state.table.shape[1]), dense_below, room, PAGE=page,
         SEATS=power_of_two(count + 1), TILE=ROWS_AT_ONCE, BLOCK=SLOTS_AT_ONCE,
@@ -71,8 +71,8 @@ def launch_lanes(
     lanes: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], *, page: int, dense_below: int, sink: int,
     longest: int,
 ) -> None:
-    """`Seats.lanes` of rows that sit where `known [R]` and `seat [R]` say, `tail [S + 1]`: writes lanes: sparse `[R]`,
-    seat `[R]`, anchors `[R, A]`, places `[R]`, rest `[R]` and anchored `[R]`."""
+    """`Seats.metadata` of rows that sit where `known [R]` and `seat [R]` say, `tail [S + 1]`: writes lanes, a
+    `DecodeMetadata`."""
     from sparsekv.runtime.vllm.seating_triton import lanes_kernel
 
     rows, size = lengths.shape[0], lanes[2].shape[1]

@@ -55,7 +55,7 @@ def follow_kernel(
     # table     [R, width] int32    pages of a row; stride table_row
     # unsorted  [nobody + 1] bool   set at the first `noted` slots
     # seats     `SeatState` of count seats and nobody's: read by all programs, written by the last; stride seat_row
-    # found     `SeatOutputs`, written: [R]
+    # found     `SeatMatches`, written: [R]
     row = tl.program_id(0)
     length = tl.load(lengths + row).to(tl.int64)
     end = tl.load(starts + row + 1)

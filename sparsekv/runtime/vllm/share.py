@@ -30,7 +30,7 @@ class MemoryPlan(NamedTuple):
 
     @property
     def of_prompts(self) -> str:
-        """What prompts take of it, in the words of a refusal."""
+        """The part of prompts, in the words of a refusal."""
         if not self.prompts:
             return ""
         return f" ({self.prompts / 2**30:.2f} GiB of it for sparse prompts, which prefill dense needs not)"
@@ -44,27 +44,28 @@ class Counted(NamedTuple):
 
 
 def memory_plan(layers: Sequence[tuple[Router, PhiLayer | None]], longest: int, dtype: torch.dtype) -> MemoryPlan:
-    """Of layers whose selectors and maps are these heads', requests of `longest` tokens and keys of `dtype`."""
+    """Plan the memory of layers whose selectors and maps are these heads', requests of `longest` tokens and keys of
+    `dtype`."""
     slot = once = seat = 0
     for selector, maps in layers:
         slot += index.bytes_by_slot(selector)
-        found = [index.bytes_by_seat(selector, index.Room(n, longest), dtype) for n in (0, 1)]
+        by_seats = [index.bytes_by_seat(selector, index.Room(n, longest), dtype) for n in (0, 1)]
         if maps is not None:
             kept = [summaries.bytes_of(maps, n, dtype) for n in (0, 1)]
             once += kept[0][0]
-            found = [a + b for a, (_, b) in zip(found, kept, strict=True)]
-        once += found[0]
-        seat += found[1] - found[0]
+            by_seats = [a + b for a, (_, b) in zip(by_seats, kept, strict=True)]
+        once += by_seats[0]
+        seat += by_seats[1] - by_seats[0]
     return MemoryPlan(slot, once, seat)
 
 
 def seats_within(kept: MemoryPlan, memory: float, most: int) -> int:
-    """As many seats as `memory` bytes hold, one at least and `most` at most."""
+    """Count the seats that `memory` bytes hold, one at least and `most` at most."""
     return max(1, min(most, int((memory - kept.once) // max(1, kept.seat))))
 
 
 def count(kept: MemoryPlan, available: int, page_bytes: int, seats: int) -> Counted:
-    """What is left to the pages of `available` bytes, a slot of which takes `page_bytes` in all layers. Raises
+    """Count what is left to the pages of `available` bytes, a slot of which takes `page_bytes` in all layers. Raises
     SparseKVError where seats and maps leave nothing."""
     rest = available - kept.of(0, seats)
     if rest <= 0:
@@ -80,11 +81,11 @@ def count_in(worker: type, counted: Callable[[Any, int], Counted | None]) -> Non
     configuration and that memory, None where no layer decodes sparsely."""
     if "counts_sparsekv_in" in vars(worker) or "determine_available_memory" not in vars(worker):
         return
-    found: Callable[..., int] = vars(worker)["determine_available_memory"]
+    own: Callable[..., int] = vars(worker)["determine_available_memory"]
 
-    @wraps(found)
+    @wraps(own)
     def determine_available_memory(self: Any, *args: Any, **kwargs: Any) -> int:
-        available = found(self, *args, **kwargs)
+        available = own(self, *args, **kwargs)
         left = counted(self.vllm_config, available)
         if left is None:
             return available

@@ -69,7 +69,7 @@ def graph_manager() -> Any:
 
 
 def full_graphs() -> Any:
-    """What its full graphs are filed under."""
+    """Return what its full graphs are filed under."""
     from vllm.config import CUDAGraphMode
 
     return CUDAGraphMode.FULL

@@ -30,20 +30,20 @@ def empty_request(maps: PhiLayer, shape: Sequence[int], dtype: torch.dtype, devi
     shape. Raises SparseKVError for maps that no kernel holds."""
     nowhere = torch.zeros(1, dtype=torch.int64, device=device)
     heads, keys = maps.offsets.shape[1], torch.zeros(1, shape[0], 0, shape[2], dtype=dtype, device=device)
-    view = LayerView(keys, keys, Regions(nowhere, nowhere, 0, 0), 1.0, heads)
-    made = PhiEstimator(maps.to(device))
-    made.build(view)
-    made.set_read_share(view, 0.0)
-    made.query(view, Queries(keys.new_zeros(1, heads, 1, shape[2]), nowhere))
+    view = LayerView(keys, keys, regions=Regions(nowhere, nowhere, 0, 0), scale=1.0, num_query_heads=heads)
+    estimator = PhiEstimator(maps.to(device))
+    estimator.build(view)
+    estimator.set_read_share(view, 0.0)
+    estimator.query(view, Queries(keys.new_zeros(1, heads, 1, shape[2]), nowhere))
     if maps.maps.key.alpha.shape[-1]:
         raise SparseKVError("the maps of keys have residual blocks, as the preset completion trains them, and are run "
                             "outside the attention kernel, which is not served; train maps by the default preset, or "
                             "serve with completion none in the settings file")
-    if not made.in_kernel:
+    if not estimator.in_kernel:
         raise SparseKVError("the maps of keys have too many units or features for a program's shared memory on "
                             "this GPU; train smaller ones, or serve with completion none in the settings file")
-    made.layer = made.calibrated = maps._replace(offsets=maps.offsets.to(device))  # the others stay behind
-    return made
+    estimator.layer = estimator.calibrated = maps._replace(offsets=maps.offsets.to(device))  # the others stay behind
+    return estimator
 
 
 def seated(fresh: PhiEstimator, seats: int, scale: float = 1.0) -> PhiEstimator:
@@ -66,9 +66,9 @@ def bytes_of(maps: PhiLayer, seats: int, dtype: torch.dtype) -> tuple[int, int]:
     key = sizes, len(maps.shares), maps.capped, maps.centred, dtype
     if key not in _BYTES:
         heads, dim, _ = maps.maps.key.w_in.shape
-        made = empty_request(maps, (heads, 0, dim), dtype, torch.device("cpu"))
-        rows = [getattr(made, name) for name in made.row_state]
-        _BYTES[key] = bytes_in((made.key_map, made.weights)), bytes_in((*rows, made.layer.offset))
+        estimator = empty_request(maps, (heads, 0, dim), dtype, torch.device("cpu"))
+        rows = [getattr(estimator, name) for name in estimator.row_state]
+        _BYTES[key] = bytes_in((estimator.key_map, estimator.weights)), bytes_in((*rows, estimator.layer.offset))
     once, row = _BYTES[key]
     return once, (seats + 1) * row
 

@@ -2,9 +2,8 @@
 the device at hand, one layer's step at two lengths, for the number of rows, heads and the method that are decoded with.
 A server's batch has any number of rows and the engine's own attention kernel: there the length is a measured one.
 
-Two lines through these times cross at the length. What was timed is kept for the process and in `crossing.json` of the
-user's cache folder (`$XDG_CACHE_HOME/sparsekv`, else `~/.cache/sparsekv`), by kind of device; where that cannot be
-written it is timed again.
+Two lines through these times cross at the length, the break-even length. Times are kept (`timing.Kept`) in
+`break_even.json`.
 """
 
 from __future__ import annotations
@@ -34,11 +33,10 @@ MEASURED_BYTES = {"cuda": (190_000_000, 4), "cpu": (32_000_000, 1)}
 where that cannot be timed, and the part of it that a request holds at least: on one H200, beside FlashAttention 3, 32/8
 heads of 128; on a CPU of every request (docs/results/speed.md, router at 2 %)."""
 NEVER = 1 << 62
-KEPT = Kept("crossing.json")
 
 
 class Shape(NamedTuple):
-    """Of a layer: rows, query heads, KV heads, head dimension, precision, device."""
+    """The shape of a layer: rows, query heads, KV heads, head dimension, precision, device."""
 
     rows: int
     heads_q: int
@@ -61,7 +59,7 @@ class Times(NamedTuple):
     sparse: tuple[float, float]
 
     @property
-    def crossing(self) -> int:
+    def break_even(self) -> int:
         """The length from which the sparse step is the faster one; `NEVER` where the lines do not cross."""
         (first, last), gap = self.lengths, self.sparse[0] - self.full[0]
         if gap <= 0:
@@ -89,15 +87,21 @@ def dense_rule(
     given: int | None, *, on_host: bool = False, times: Times | None = None, name: str = "", token_bytes: int = 0,
     device: str = "cuda",
 ) -> DenseRule:
-    """Choose between full and sparse attention, by the first of these that is known: a length that was given [tokens],
-    keys on the host, times of this device; else by what was measured elsewhere. name: the method that was timed.
-    token_bytes: a token's keys and values in a layer. device: its type."""
+    """Choose between full and sparse attention, by the first of these that is known.
+
+    Args:
+        given: a length [tokens].
+        on_host: keys lie in CPU memory.
+        times: of this device; name: the method that was timed.
+        token_bytes: a token's keys and values in a layer; device: its type. By these, where nothing else is known, what
+            was measured elsewhere.
+    """
     if given is not None:
         return DenseRule(given, 0, f"dense_below={given} was given")
     if on_host:
         return DenseRule(0, 0, "keys and values lie in CPU memory")
     if times is not None:
-        return DenseRule(times.crossing, 0, times.describe(name), times)
+        return DenseRule(times.break_even, 0, times.describe(name), times)
     batch, part = MEASURED_BYTES.get(device, (0, 1))
     together, least = (-(-batch // (token_bytes * n)) for n in (1, part))
     return DenseRule(least, together if part > 1 else 0, (
@@ -105,21 +109,24 @@ def dense_rule(
         f"{token_bytes} bytes a token"))
 
 
-_KNOWN: dict[str, Times] = {}
-"""What was timed in this process, by `key_of`."""
+def _times(entry: Any) -> Times | None:
+    """Times as they are kept; None for anything else."""
+    try:
+        lengths, full, sparse = ((float(a), float(b)) for a, b in entry)
+        return Times((int(lengths[0]), int(lengths[1])), full, sparse)
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+KEPT = Kept("break_even.json", _times)
 
 
 def times_of(shape: Shape, selector: Selector, estimator: Estimator | None, sinks: int, window: int) -> Times:
     """The times of this shape, kept or taken. selector, estimator: of one layer, not built yet; sinks, window: tokens
     of sink and local window."""
-    key = key_of(shape, selector, estimator, sinks, window)
-    if key not in _KNOWN:
-        times = _kept(key)
-        if times is None:
-            times = _timed(shape, selector, estimator, sinks, window)
-            KEPT.put(key, times._asdict())
-        _KNOWN[key] = times
-    return _KNOWN[key]
+    times: Times = KEPT.get(key_of(shape, selector, estimator, sinks, window),
+                            lambda: _timed(shape, selector, estimator, sinks, window))
+    return times
 
 
 def shortest(device: torch.device, sinks: int, window: int) -> int:
@@ -129,7 +136,7 @@ def shortest(device: torch.device, sinks: int, window: int) -> int:
 
 
 def key_of(shape: Shape, selector: Selector, estimator: Estimator | None, sinks: int, window: int) -> str:
-    """All that the times depend on, in words."""
+    """Name all that the times depend on."""
     how = [f"{f.name}={getattr(selector, f.name)}" for f in fields(selector) if f.metadata]
     layer = getattr(selector, "layer", None)
     if layer is not None:
@@ -179,8 +186,8 @@ def made_up(shape: Shape, sinks: int, window: int, length: int) -> tuple[LayerVi
     regions = Regions.at_prefill_end(torch.zeros(rows, dtype=torch.long, device=device), length, sinks, window)
     angles = torch.zeros(1, length, dim, device=device)
     rope = RopeTable("half", angles.cos(), angles)
-    view = LayerView(draw(heads, length), draw(heads, length), regions, dim**-0.5, heads_q, 0, 1, rope,
-                     draw(heads_q, 32), length)
+    view = LayerView(draw(heads, length), draw(heads, length), regions=regions, scale=dim**-0.5,
+                     num_query_heads=heads_q, rope=rope, recent_queries=draw(heads_q, 32), recent_end=length)
     return view, Queries.last(draw(heads_q, 1), length, rope)
 
 
@@ -190,12 +197,3 @@ def full_step(view: LayerView, queries: Queries) -> Any:
         return decode_attention(queries.folded, view.keys, view.values, view.regions.starts, queries.lengths,
                                 scale=view.scale)
     return dense_attention(queries.rot, view.keys, view.values, scale=view.scale)
-
-
-def _kept(key: str) -> Times | None:
-    try:
-        found = KEPT.get(key)
-        (first, last), full, sparse = (found[name] for name in Times._fields)
-        return Times((int(first), int(last)), (float(full[0]), float(full[1])), (float(sparse[0]), float(sparse[1])))
-    except (TypeError, KeyError, ValueError, IndexError):  # not there, or written by something else
-        return None

@@ -10,8 +10,8 @@ from tiny import make_model, prompt
 from tiny_artifacts import artifacts
 
 import sparsekv
-from sparsekv.runtime import crossing
-from sparsekv.runtime.crossing import NEVER, Times, dense_rule
+from sparsekv.runtime import break_even
+from sparsekv.runtime.break_even import NEVER, Times, dense_rule
 
 GREEDY = {"do_sample": False, "max_new_tokens": 9, "min_new_tokens": 9}
 
@@ -19,8 +19,8 @@ GREEDY = {"do_sample": False, "max_new_tokens": 9, "min_new_tokens": 9}
 @pytest.fixture(autouse=True)
 def short_and_empty(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(crossing, "LENGTHS", {"cpu": (50, 200), "cuda": (50, 200)})
-    monkeypatch.setattr(crossing, "_KNOWN", {})
+    monkeypatch.setattr(break_even, "LENGTHS", {"cpu": (50, 200), "cuda": (50, 200)})
+    monkeypatch.setattr(break_even.KEPT, "known", {})
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def timer(monkeypatch):
             calls.append((shape, length))
             return full(shape.rows * length), sparse(shape.rows * length)
 
-        monkeypatch.setattr(crossing, "_step_times", times)
+        monkeypatch.setattr(break_even, "_step_times", times)
         return calls
 
     return install
@@ -44,7 +44,7 @@ def timer(monkeypatch):
     ((10.0, 40.0), (20.0, 60.0), NEVER), ((10.0, 10.0), (11.0, 11.0), NEVER), ((10.0, 40.0), (50.0, 50.0), 50 + 200)])
 def test_two_lines_cross_where_both_take_as_long(full, sparse, found) -> None:
     times = Times((50, 200), full, sparse)
-    assert times.crossing == found
+    assert times.break_even == found
     if found not in (50, NEVER):
         at = [x[0] + (x[1] - x[0]) / 150 * (found - 50) for x in (full, sparse)]
         assert at[0] == pytest.approx(at[1])
@@ -73,25 +73,25 @@ def test_what_was_timed_is_kept_on_disk_by_all_that_it_depends_on(timer, monkeyp
     calls = timer(lambda tokens: 0.5 * tokens, lambda tokens: 45.0)
 
     def report(**options):
-        monkeypatch.setattr(crossing, "_KNOWN", {})  # another process
+        monkeypatch.setattr(break_even.KEPT, "known", {})  # another process
         with sparsekv.attach(model, router=router, **options) as attachment:
             model.generate(prompt(120), **GREEDY)
             return attachment.report()
 
     assert report(token_budget=0.2)["sparse_calls"] == 16 and len(calls) == 2
-    kept = json.loads(crossing.KEPT.file().read_text())
+    kept = json.loads(break_even.KEPT.file().read_text())
     (key, times), = kept.items()
-    assert times == {"lengths": [50, 200], "full": [25.0, 100.0], "sparse": [45.0, 45.0]}
+    assert times == [[50, 200], [25.0, 100.0], [45.0, 45.0]]
     assert "token_budget=0.2" in key and "rows=1" in key and "cpu" in key and torch.__version__ in key
     assert report(token_budget=0.2)["sparse_from"] == 90 and len(calls) == 2
     report(token_budget=0.3)
-    assert len(calls) == 4 and len(json.loads(crossing.KEPT.file().read_text())) == 2
-    for damage in ("no json", "[]", json.dumps({key: 3}), json.dumps({key: {**times, "full": ["x", None]}})):
-        crossing.KEPT.file().write_text(damage)
+    assert len(calls) == 4 and len(json.loads(break_even.KEPT.file().read_text())) == 2
+    for damage in ("no json", "[]", json.dumps({key: 3}), json.dumps({key: [times[0], ["x", None], times[2]]})):
+        break_even.KEPT.file().write_text(damage)
         assert report(token_budget=0.2)["sparse_from"] == 90
     assert len(calls) == 12
-    crossing.KEPT.file().unlink()
-    crossing.KEPT.file().mkdir()  # cannot be written: timed every time
+    break_even.KEPT.file().unlink()
+    break_even.KEPT.file().mkdir()  # cannot be written: timed every time
     for _ in range(2):
         assert report(token_budget=0.2)["sparse_from"] == 90
     assert len(calls) == 16
@@ -113,7 +113,7 @@ def test_both_are_timed_whatever_decodes(options: dict, space: str) -> None:
         report, times = attachment.report(), attachment.decoding.rule.times
     assert torch.equal(torch.get_rng_state(), state)
     assert times is not None and min(*times.full, *times.sparse) > 0 and times.lengths == (50, 200)
-    sparse = 16 if times.crossing <= 61 else 0 if times.crossing > 68 else report["sparse_calls"]
+    sparse = 16 if times.break_even <= 61 else 0 if times.break_even > 68 else report["sparse_calls"]
     assert report["sparse_calls"] == sparse
 
 
