@@ -90,10 +90,11 @@ class SparseConfig:
         where = where or f"the settings file {str(path)!r}"
         names = [f.name for f in fields(cls)]
         try:
-            raw = parse_object(path.read_bytes(), where)
-        except OSError as error:
+            content = path.read_bytes()
+        except (OSError, ValueError) as error:  # a name with a zero byte
             raise SparseKVError(f"{where} could not be read ({reason(error)}); expected a JSON file with some of "
                                 f"{', '.join(names)}") from error
+        raw = parse_object(content, where)
         if isinstance(raw.get("layers"), dict):
             raise SparseKVError(f"{where} has budgets and gates by layer, which are not read; expected some of "
                                 f"{', '.join(names)}; give one token_budget for all layers")

@@ -75,6 +75,10 @@ def targets(folder: Path) -> list[Target]:
         path = written(kind, folder)
         for name in (CONFIG, TENSORS):
             found.append(Target(f"{kind} {name}", path / name, lambda k=kind, p=path: _artifact(k, p)))
+    settings = folder / "settings.json"
+    settings.write_text(json.dumps({"artifacts": "trained", "token_budget": 0.02, "dense_layers": [0, 1],
+                                    "prefill": {"share": 0.3}, "options": {}}))
+    found.append(Target("settings", settings, lambda: dataclasses.asdict(SparseConfig.load(settings))))
     path = written("prefix", folder)
     found.append(Target("prefix", path, lambda p=path: [t.clone() for x in loaded("prefix", p).layers
                                                        for t in (x.keys, x.values, x.recent)]))
@@ -562,6 +566,8 @@ def type_anything(folder: Path, count: int, seed: int = 0) -> Outcome:
             row = COMMANDS[command]
             words = command.split()
             for field in dataclasses.fields(getattr(importlib.import_module(row.module), row.config)):
+                if "typer" not in field.metadata:
+                    continue
                 flag = f"--{field.name.replace('_', '-')}"
                 needed = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
                 if not needed and field.name != "model" and rng.random() < 0.75:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import make_model, prompt
+from tiny import observed_model, prompt
 from tiny_artifacts import artifacts
 
 from sparsekv.core.selectors import SELECTORS
@@ -22,7 +22,7 @@ PROMPT, BORDER = 100, 16
 
 
 def options(name: str, completion: str) -> dict[str, Any]:
-    router, phi = artifacts(make_model())
+    router, phi = artifacts(observed_model())
     found: dict[str, Any] = {"selector": name, "token_budget": 12, "completion": completion, "decode_window": BORDER,
                              "dense_below": 0}
     return found | ({"phi": phi} if completion == "phi" else {}) | (
@@ -36,14 +36,14 @@ def decode(cache: Any, first: int, count: int, at: int = 0, planned: bool = Fals
     ids = prompt(400)
     torch.manual_seed(0)  # MagicPIG samples
     how = {"past_key_values": cache, "use_cache": True, "output_hidden_states": not planned}  # which no plan gives
-    return torch.cat([make_model()(ids[:, t:t + 1], **how).logits
+    return torch.cat([observed_model()(ids[:, t:t + 1], **how).logits
                       for t in range(at or first, (at or first) + count)], 1)
 
 
 @pytest.mark.parametrize("completion", ["none", "phi", "centroid"])
 @pytest.mark.parametrize(("name", "planned"), WAYS)
 def test_a_cache_cut_within_its_tail_never_went_further(name: str, planned: bool, completion: str) -> None:
-    with attach(make_model(), **options(name, completion)) as attachment:
+    with attach(observed_model(), **options(name, completion)) as attachment:
         cache = attachment.prefill(prompt(400)[:, :PROMPT])
         decode(cache, PROMPT, 3 + 2 * BORDER, planned=planned)  # the mid region's border has moved
         before = cache.fork()
@@ -61,7 +61,7 @@ def test_a_cache_cut_within_its_tail_never_went_further(name: str, planned: bool
 @pytest.mark.parametrize("name", SPARSE)
 def test_a_cache_cut_into_its_mid_region_begins_anew_like_a_prefix(name: str, completion: str, tmp_path: Path) -> None:
     """All that is left is the prompt then, for a prefix that is saved while decoding too."""
-    with attach(make_model(), **options(name, completion)) as attachment:
+    with attach(observed_model(), **options(name, completion)) as attachment:
         cache = attachment.prefill(prompt(400)[:, :PROMPT])
         decode(cache, PROMPT, 2 * BORDER + 8)
         attachment.save_prefix(cache, tmp_path / "whole")

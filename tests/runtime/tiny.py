@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,12 @@ def _build(family: str, changes: tuple[tuple[str, Any], ...]):
 def make_model(family: str = "llama", **changes: Any):
     """One model a family, shared by the tests: every test leaves it as it was."""
     return _build(family, tuple(changes.items()))
+
+
+@functools.cache
+def observed_model(family: str = "llama"):
+    """A model for tests that ask for hidden states: transformers leaves its hooks on it."""
+    return copy.deepcopy(make_model(family))
 
 
 def attach(model: Any, *artifacts: Any, **options: Any):

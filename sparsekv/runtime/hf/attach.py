@@ -183,7 +183,7 @@ class Attachment:
         decode sparsely keep keys and values in CPU memory; by default as the placement says."""
         away = self.decoding.placement != "gpu" if on_host is None else on_host
         host = set(self.modules) - self.decoding.dense_layers if away else set()
-        return SparseCache(self.model.config, host_layers=host, reserve=reserve)
+        return SparseCache(self.model.config, host_layers=host, reserve=reserve, attachment=self)
 
     @usual_defaults()
     @torch.no_grad()

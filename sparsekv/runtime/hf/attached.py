@@ -164,8 +164,8 @@ class AttachedModel:
 
     def elsewhere(self, cache: Any) -> None:
         """Judge a pass of another thread that did not come by the model's forward: raises SparseKVError for one with a
-        cache of ours; of others says once that they are not decoded sparsely."""
-        if isinstance(cache, SparseCache):
+        cache of an attachment that has not left; of others says once that they are not decoded sparsely."""
+        if isinstance(cache, SparseCache) and cache.attachment is not None and cache.attachment() in self.attachments:
             raise SparseKVError("another thread than the one that attached called the decoder by itself; call the "
                                 "model, or attachment.prefill and attachment.step")
         if not self.warned:

@@ -163,8 +163,11 @@ class SparseCache(Cache):
     Full-attention layers are `SparseLayer`s, sliding-window layers `SlidingLayer`s; others are transformers' own.
     """
 
-    def __init__(self, config: Any, host_layers: Collection[int] = (), reserve: int = 0):
-        """`host_layers` keep their keys and values in CPU memory. reserve: tokens to make room for at once."""
+    def __init__(
+        self, config: Any, host_layers: Collection[int] = (), reserve: int = 0, attachment: Any = None,
+    ):
+        """`host_layers` keep their keys and values in CPU memory. reserve: tokens to make room for at once. attachment:
+        who makes it."""
         layers = DynamicCache(config=config.get_text_config(decoder=True)).layers
         super().__init__(layers=[
             SlidingLayer(layer.sliding_window) if type(layer) is DynamicSlidingWindowLayer else
@@ -176,6 +179,7 @@ class SparseCache(Cache):
         """The plan of this cache's steps (`runtime/plan.py`)."""
         self.prompt = 0
         """The length at which decoding begins, where that is known; 0: not."""
+        self.attachment = None if attachment is None else weakref.ref(attachment)
         self.built: Built | None = None
         """Of a loaded prefix, until its first tokens are others."""
         self.moves: Moves = ()
