@@ -18,6 +18,8 @@ from sparsekv.util.errors import SparseKVError
 ACCOUNTINGS = ("retrieved", "worst_case", "amortised")
 AMORTISE_OVER = 256
 """Generated tokens that share the completion's cache when accounting is amortised."""
+MOST_TOKENS = 2**31 - 1
+"""Tokens that a list may name, by numbers of 32 bits."""
 
 
 class TailRule(NamedTuple):
@@ -142,7 +144,8 @@ class Regions:
 
 
 def check_budget(budget: int | float | None) -> None:
-    """A budget is a count of tokens (int ≥ 0) or a share of the context (float in [0, 1]). Raises SparseKVError."""
+    """A budget is a count of tokens (int from 0 to 2³¹ − 1) or a share of the context (float in [0, 1]). Raises
+    SparseKVError."""
     if budget is None:
         return
     if isinstance(budget, bool) or not isinstance(budget, int | float):
@@ -152,6 +155,8 @@ def check_budget(budget: int | float | None) -> None:
                             "give an integer for a number of tokens")
     if budget < 0:
         raise SparseKVError(f"token_budget must not be negative, found {budget}")
+    if budget > MOST_TOKENS:
+        raise SparseKVError(f"token_budget is at most {MOST_TOKENS} tokens, found {budget}; a share of 1.0 reads all")
 
 
 def tokens_of_budget(

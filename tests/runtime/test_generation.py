@@ -153,6 +153,7 @@ BAD = [
     ({"selector": "router"}, "router"),
     ({"selector": "topk"}, "needs token_budget"),
     ({"selector": "topk", "token_budget": 1.5}, "share of the context"),
+    ({"selector": "topk", "token_budget": 2**63}, "at most 2147483647 tokens"),
     ({"selector": "topk", "token_budget": -3}, "from 0 on, found -3"),
     ({"selector": "streaming", "completion": "phi"}, "needs trained feature maps"),
     ({"selector": "streaming", "completion": "magic"}, "unknown completion"),

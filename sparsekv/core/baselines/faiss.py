@@ -117,7 +117,7 @@ class FaissTopK(Selector):
                 made = made.moved(points.device, self.resources)
             if not made.index.is_trained:
                 made.index.train(made._points(points))
-        except RuntimeError as error:
+        except (RuntimeError, TypeError) as error:
             raise SparseKVError(f"Faiss refused the index {text!r} for {count} keys of dimension {dim}: "
                                 f"{str(error).splitlines()[-1]}") from error
         made.add(points)
