@@ -25,11 +25,11 @@ F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 ON_A_DEVICE = [F32, BF16, F16]
 INTERPRETED = [F32, F16]
 """Types that the interpreter computes as a device does; its bfloat16 is wrong."""
-FEW_PROGRAMS = {"kernels.attend.PLAIN": attend.PLAIN._replace(programs=8),
-                "kernels.attend.BY_BUCKETS": attend.BY_BUCKETS._replace(programs=8),
-                "kernels.attend.COMPLETED": attend.COMPLETED._replace(programs=8),
+FEW_PROGRAMS = {"kernels.attend.PLAIN": attend.PLAIN._replace(block=16, programs=4),
+                "kernels.attend.BY_BUCKETS": attend.BY_BUCKETS._replace(block=16, programs=4),
+                "kernels.attend.COMPLETED": attend.COMPLETED._replace(block=16, programs=4),
                 "kernels.features.PROGRAMS": 18, "kernels.completion.QUERY_PROGRAMS": 9}
-"""Constants under the interpreter, which runs one program after another."""
+"""Constants under the interpreter, which runs one program after another: few, of several small blocks each."""
 
 
 class Case(NamedTuple):
