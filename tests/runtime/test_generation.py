@@ -233,3 +233,16 @@ def test_contiguous_positions_of_all_keys_are_the_plain_model() -> None:
     with attach(model, **how) as attachment:
         assert torch.equal(model.generate(ids, **GREEDY), plain)
     assert attachment.report()["sparse_calls"] > 0
+
+
+@pytest.mark.parametrize("replays", [False, True])
+def test_shares_are_means_over_rows(replays: bool) -> None:
+    """Two equal rows read what one does."""
+    model, ids, shares = make_model(), prompt(90), []
+    for rows in (1, 2):
+        with attach(model, selector="topk", token_budget=8, dense_below=0,
+                    run=RunOptions(replays=replays)) as attachment:
+            attachment.generate(ids.expand(rows, -1), max_new_tokens=6)
+            report = attachment.report()
+            shares.append((report["selectivity"], report["bytes_share"]))
+    assert shares[1] == pytest.approx(shares[0]) and 0 < shares[0][0] < 1
