@@ -74,4 +74,4 @@ def test_keys_that_were_written_past_the_hook_are_refused() -> None:
     impl: Any = object.__new__(SparseImpl)
     impl.served = SimpleNamespace(layer_idx=3)
     with pytest.raises(SparseKVError, match="keys of layer 3 were written past do_kv_cache_update"):
-        impl.forward(None, *[None] * 4, SparseMetadata(full=None, lanes=object()), None)
+        impl.forward(None, *[None] * 4, SparseMetadata(full=None, decode=object()), None)
