@@ -113,7 +113,7 @@ class RouterArtifact(OnHub):
 
     @property
     def learned(self) -> str:
-        """What of it was learned, and how."""
+        """Say in a phrase which parts of the router were learned, and how."""
         found = ["centroids of the buckets by k-means"]
         if self.sketch is not None:
             found.append("the sketches' basis in closed form")

@@ -218,7 +218,7 @@ def gpu_resources(device: torch.device, longest: int) -> Any:
 
 @functools.cache
 def _resources() -> Any:
-    """Those of all indices of the process: each would reserve memory of its own."""
+    """Return the resources that all indices of the process share: each would reserve memory of its own."""
     return import_faiss().StandardGpuResources()
 
 
