@@ -25,7 +25,8 @@ def without(monkeypatch, module: str) -> None:
 def test_the_text_names_machine_packages_and_abilities(cli) -> None:
     said = run(cli)
     assert f"sparsekv {__version__}" in said and f"torch            {torch.__version__}" in said
-    for word in ("memory", "GB free", "GPU", "Triton kernels", "selector faiss", "vLLM"):
+    for word in ("memory", "GB free", "GPU", "Triton kernels", "keys and values in CPU memory", "selector faiss",
+                 "vLLM"):
         assert word in said
 
 

@@ -155,7 +155,7 @@ class Evaluator:
     def _prefilled(self, prompts: list[list[int]], batch: AnswerBatch, method: Method, room: int) -> AnswerBatch:
         """The prompts as a method reads and keeps them: densely on the device, or in its own way."""
         if method.selector == FULL or not (
-                dict(method.options).get("prefill_chunk") or self.config.prompts() or self.config.placement != "gpu"):
+                dict(method.options).get("prefill_chunk") or self.config.prompts() or self.config.away):
             return batch
         with self._attached(method) as attachment:
             return prefill_batch(attachment, prompts, room=room)
@@ -174,7 +174,7 @@ class Evaluator:
             tasks.setdefault((r.length, r.task), []).append(r)
         order = sorted(tasks, key=lambda key: (key[0], max(sizes[id(r)] for r in tasks[key])))
         with attach(self.model, selector="dense") as dense:
-            alone = self.config.placement != "gpu" or not all_sparse(dense.cache())
+            alone = self.config.away or not all_sparse(dense.cache())
         batch: list[Question] = []
         longest = 0
         for r in (r for key in order for r in tasks[key]):

@@ -59,7 +59,7 @@ from sparsekv.kernels.features import (
     products,
 )
 from sparsekv.kernels.few_rows import few_rows, few_rows_gated, fits_few_rows
-from sparsekv.kernels.gather import anchor_indices, fetch_rows, gather_rows, slots_at
+from sparsekv.kernels.gather import HotRows, anchor_indices, fetch_rows, gather_rows, slots_at
 from sparsekv.kernels.indexing import assign_buckets, bucket_counts, bucket_tokens, build_index, extend_index
 from sparsekv.kernels.routing import (
     choose_tokens,
@@ -98,6 +98,7 @@ __all__ = [
     "Candidates",
     "CompletionQuery",
     "FeatureMapWeights",
+    "HotRows",
     "KeyBuckets",
     "KeyFeatures",
     "KeyMap",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,10 @@ from sparsekv.kernels.launch import power_of_two
 
 FETCHED = 16
 """Rows that a program of `fetch_rows` copies."""
+CLAIMED = 256
+"""Tokens whose slots a program of `fetch_rows` claims."""
+HASH, HIT, TOKEN = 0x9E3779B1, 1 << 31, (1 << 31) - 1
+"""The multiplier of the hash of a token, and the bits of a claim."""
 
 
 def gather_rows(x: Tensor, index: Tensor, *, pinned: bool = False) -> Tensor:
@@ -55,43 +61,112 @@ def slots_at(table: Tensor, places: Tensor, page: int) -> Tensor:
     return table.gather(1, block).long() * page + places % page
 
 
-def fetch_rows(source: Tensor, index: Tensor, out: Tensor) -> Tensor:
-    """Copy listed tokens of a cache to the first slots of another. No work of the CPU, no wait.
+class HotRows(NamedTuple):
+    """The rows that the first S slots of a cache hold of earlier calls of `fetch_rows`, which keeps it. A token has two
+    slots that it may lie in, one by its number and one by a hash of it.
+
+    held `[B, Hkv, S]` int64: the last call that asked for a slot's row, `· 2³² + ` its token; -1 = none. claims
+    `[B, Hkv, S]` int64: `call · 2³² + hit · 2³¹ + token`, the largest that any token of the last call claimed it by.
+    clock `[1]` int64: calls so far.
+    """
+
+    held: Tensor
+    claims: Tensor
+    clock: Tensor
+
+    @classmethod
+    def empty(cls, rows: int, heads: int, slots: int, device: torch.device) -> HotRows:
+        """Make one that holds nothing yet."""
+        held = torch.full((rows, heads, slots), -1, dtype=torch.long, device=device)
+        return cls(held, held.clone(), torch.zeros(1, dtype=torch.long, device=device))
+
+    def emptied(self) -> HotRows:
+        """Make another of as many slots that holds nothing."""
+        rows, heads, slots = self.held.shape
+        return self.empty(rows, heads, slots, self.held.device)
+
+
+def fetch_rows(
+    source: Tensor, index: Tensor, out: Tensor, hot: HotRows | None = None, counts: Tensor | None = None,
+) -> Tensor:
+    """Copy listed tokens of a cache to slots of another. No work of the CPU, no wait.
+
+    Without `hot` they go to the first slots: the lists of a row and KV head end to end, query by query, with zeros
+    where a list has no token. With it they stay in its S slots where they lie there; one that does not takes one of its
+    two, the one that was asked for longer ago, unless a token that lies there is listed now or one of a larger number
+    wants it too; and else a slot behind the S, as without `hot`.
 
     Args:
         source: `[B, Hkv, N, d]` in memory of the device, or page-locked in the host's, which the device then reads by
             itself over the bus; the last dimension contiguous.
         index: `[Q, H, K]` on the device, H a multiple of Hkv, -1 = none.
-        out: `[B, Hkv, slots ≥ Q / B · H / Hkv · K, d]` on the device, written: the lists of a row and KV head end to
-            end, query by query, with zeros where a list has no token.
+        out: `[B, Hkv, slots ≥ S + Q / B · H / Hkv · K, d]` on the device, written.
+        hot: the rows that lie in `out`, written.
+        counts: `[2]` int64: tokens listed and rows copied so far, added to.
 
     Returns:
         The slots, `[Q, H, K]` int32, -1 = none.
     """
-    return (launch_fetch if index.is_cuda else fetch_rows_reference)(source, index, out)
+    return (launch_fetch if index.is_cuda else fetch_rows_reference)(source, index, out, hot, counts)
 
 
-def fetch_rows_reference(source: Tensor, index: Tensor, out: Tensor) -> Tensor:
+def fetch_rows_reference(
+    source: Tensor, index: Tensor, out: Tensor, hot: HotRows | None = None, counts: Tensor | None = None,
+) -> Tensor:
     """`fetch_rows` in plain torch."""
     (batch, heads_kv), (count, heads, width) = source.shape[:2], index.shape
     lists = index.reshape(batch, count // batch, heads_kv, heads // heads_kv, width).transpose(1, 2)
-    listed = lists.flatten(2)
-    if source.shape[2]:
-        rows = gather_rows(source, listed.clamp(min=0).long()).to(out.device)
-        out[:, :, :listed.shape[2]] = rows.masked_fill(listed[..., None] < 0, 0)
-    places = torch.arange(listed.shape[2], dtype=torch.int32, device=index.device).view(lists.shape[2:])
-    return torch.where(lists >= 0, places, -1).transpose(1, 2).reshape(index.shape)
+    wanted = lists.flatten(2).long()
+    listed, places = wanted >= 0, torch.arange(wanted.shape[2], device=index.device).expand_as(wanted)
+    if hot is not None:
+        places, kept = _seat(wanted, places, hot)
+        wanted = torch.where(kept, -1, wanted)
+    if counts is not None:
+        counts += torch.stack([listed.sum(), (wanted >= 0).sum()])
+    if source.shape[2] and wanted.numel():
+        rows = gather_rows(source, wanted.clamp(min=0)).to(out.device)
+        at = places[..., None].expand(rows.shape)
+        other = out.gather(2, at) if hot is not None else torch.zeros_like(rows)
+        out.scatter_(2, at, torch.where(wanted[..., None] >= 0, rows, other))
+    slots = torch.where(listed, places, -1).int().view(lists.shape)
+    return slots.transpose(1, 2).reshape(index.shape)
 
 
-def launch_fetch(source: Tensor, index: Tensor, out: Tensor) -> Tensor:
+def _seat(wanted: Tensor, places: Tensor, hot: HotRows) -> tuple[Tensor, Tensor]:
+    """Slots of listed tokens `[B, Hkv, n]`, places among the S or behind them, and which of them lay there."""
+    slots, now = hot.held.shape[2], hot.clock << 32
+    token = wanted.clamp(min=0)
+    first, second = token % slots, ((token * HASH & 0xFFFFFFFF) >> 7) % slots
+    there = [hot.held.gather(2, slot) for slot in (first, second)]
+    lies = [(x >= 0) & (x & TOKEN == token) for x in there]
+    slot = torch.where(lies[0] | (~lies[1] & (there[0] <= there[1])), first, second)
+    claim = torch.where(wanted >= 0, now + ((lies[0] | lies[1]).long() << 31) + token, -1)
+    hot.claims.scatter_reduce_(2, slot, claim, "amax")
+    best = hot.claims.gather(2, slot)
+    won = (wanted >= 0) & (best & TOKEN == token)
+    hot.held.scatter_reduce_(2, slot, torch.where(won, now + token, -1), "amax")
+    hot.clock.add_(1)
+    return torch.where(won, slot, slots + places), won & (best & HIT != 0)
+
+
+def launch_fetch(
+    source: Tensor, index: Tensor, out: Tensor, hot: HotRows | None = None, counts: Tensor | None = None,
+) -> Tensor:
     """`fetch_rows` through Triton."""
-    from sparsekv.kernels.gather_triton import fetch_kernel
+    from sparsekv.kernels.gather_triton import claim_kernel, fetch_kernel
 
     (batch, heads_kv), (count, heads, width) = source.shape[:2], index.shape
-    dim = source.shape[-1]
+    dim, index = source.shape[-1], index.contiguous()
     places = torch.empty(index.shape, dtype=torch.int32, device=index.device)
-    if places.numel():
-        fetch_kernel[(-(-width // FETCHED), count * heads)](
-            source, index.contiguous(), out, places, width, heads, count // batch, *source.stride()[:3],
-            *out.stride()[:3], LISTS=heads // heads_kv, DIM=dim, WIDTH=power_of_two(dim), BLOCK=FETCHED)
+    if not places.numel():
+        return places
+    table = (index, index, index, 0) if hot is None else (*hot, hot.held.shape[2])
+    given = width, heads, count // batch, heads_kv
+    if hot is not None:
+        claim_kernel[(-(-width // CLAIMED), count * heads)](
+            index, *table, *given, LISTS=heads // heads_kv, BLOCK=CLAIMED)
+    fetch_kernel[(-(-width // FETCHED), count * heads)](
+        source, index, out, places, *table, index if counts is None else counts, *given, *source.stride()[:3],
+        *out.stride()[:3], LISTS=heads // heads_kv, DIM=dim, WIDTH=power_of_two(dim), BLOCK=FETCHED,
+        HOT=hot is not None, COUNTS=counts is not None)
     return places

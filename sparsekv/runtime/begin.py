@@ -17,7 +17,7 @@ from sparsekv.core.step import LayerState, build_layers, restore
 from sparsekv.runtime.counters import Counters
 from sparsekv.runtime.decoding import Decoding
 from sparsekv.runtime.hf.cache import HostLayer, SparseCache, SparseLayer
-from sparsekv.runtime.hf.offload import HostView
+from sparsekv.runtime.hf.offload import HostView, Near, Room
 
 
 class AttentionSpec(NamedTuple):
@@ -67,6 +67,11 @@ def begin(
     past = past if built is None else built.past
     regions = {device: Regions.at_prefill_end(starts.to(device), past, decoding.sink_size, decoding.window_size)
                for device in dict.fromkeys(layer_devices)}
+    host = [layer for layer in layers if isinstance(layer, HostLayer)]
+    here = sum(store.data.numel() * store.data.element_size() for layer in layers
+               if isinstance(layer, SparseLayer) and not isinstance(layer, HostLayer) for store in layer.stores
+               if store.data is not None)
+    room = Room.of(decoding.kv_memory, here, called[which[0]].device, len(host)) if any(on_host) else Room()
     views: list[LayerView | HostView] = []
     for i, device, away in zip(which, layer_devices, on_host, strict=True):
         how, layer = called[i], layers[i]
@@ -76,8 +81,12 @@ def begin(
             "regions": regions[device], "scale": how.scale, "num_query_heads": how.heads, "layer_idx": i,
             "num_layers": len(layers), "rope": cache.rope.get(how.kind), "recent_queries": recent.to(device),
             "recent_end": layer.recent_end, "sinks": None if how.sinks is None else how.sinks.detach().to(device)}
-        views.append(HostView(layer.both[:, :, :past], decoding.tails.longest, **given) if away else
-                     LayerView(layer.keys[:, :, :past], layer.values[:, :, :past], **given))
+        if away:
+            row = layer.both.shape[3] * layer.both.element_size()
+            views.append(HostView(layer.both[:, :, :past], decoding.tails.longest, near=Near(room),
+                                  counts=counters.fetches(i, row, device), **given))
+        else:
+            views.append(LayerView(layer.keys[:, :, :past], layer.values[:, :, :past], **given))
     selectors = [decoding.selector_of(*one) for one in zip(which, layer_devices, strict=True)]
     estimators = [decoding.estimator_of(*one) for one in zip(which, layer_devices, strict=True)]
     with contextlib.ExitStack() as stack:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from sparsekv.core.registry import ESTIMATOR_ROWS, NONE, SELECTOR_ROWS
-from sparsekv.util.config import check_ranges, option
+from sparsekv.util.config import check_ranges, number_or_word, option
 from sparsekv.util.errors import SparseKVError, check_choice
 
 GROUP = "Sparse decoding"
@@ -55,9 +55,11 @@ class SparseConfig:
     placement: str = option("gpu", choices=("gpu", "offload", "cpu"), group=GROUP, help=(
         "Where keys and values lie: gpu (the model's device), offload (CPU memory; index and anchors on the device, "
         "which reads selected rows over the bus) or cpu (CPU memory, and sparse layers' attention there too)."))
-    kv_memory: float | str | None = option(None, flag=None, min=0, choices=("auto",), group=GROUP, help=(
+    kv_memory: float | str | None = option(None, flag=str, parser=number_or_word, metavar="GB|auto", min=0,
+                                           choices=("auto",), group=GROUP, help=(
         "What keys and values may take of the GPU's memory [GB], or auto: what is free there; caches that need more go "
-        "to CPU memory, as with placement offload."))
+        "to CPU memory, as with placement offload. Rows of them that were read lately stay on the GPU, as many as fit "
+        "in; without a number, and with auto, four times those that a step reads. At most half of what is free."))
     prefill: str | dict[str, Any] = option("dense", objects="SparsePrompts", flag=str, group=GROUP, help=(
         "How prompts are read: dense, or sparse, by blocks that read a list of the blocks before them; in Python a "
         "SparsePrompts and in JSON an object with some of its fields say how."))
@@ -121,6 +123,11 @@ class SparseConfig:
             self.prompts()
         except SparseKVError as error:
             raise SparseKVError(f"{where}: {error}" if where else str(error)) from error
+
+    @property
+    def away(self) -> bool:
+        """True where keys and values may lie elsewhere than on the model's device."""
+        return self.placement != "gpu" or self.kv_memory is not None
 
     def prompts(self) -> Any:
         """Make the reader of sparse prompts (`SparsePrompts`); None: prompts are read densely. Raises SparseKVError."""

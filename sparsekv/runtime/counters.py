@@ -23,12 +23,17 @@ class Counters:
     def __init__(self, layers: int) -> None:
         self.layers = layers
         self._shares: Tensor | None = None
+        self._fetched: dict[tuple[int, torch.device], tuple[Tensor, int]] = {}
+        """Of layers in CPU memory, by layer and device: rows that steps listed and rows that came over the bus, `[2]`,
+        and the bytes of a row."""
         self.clear()
 
     def clear(self) -> None:
         """Begin anew. Steps that are captured go on to add to the same sums."""
         if self._shares is not None:
             self._shares.zero_()
+        for counts, _ in self._fetched.values():
+            counts.zero_()
         self.sparse_calls: dict[int, int] = defaultdict(int)
         self.dense_calls: dict[int, int] = defaultdict(int)
         self._queries: dict[int, int] = defaultdict(int)
@@ -61,6 +66,13 @@ class Counters:
             self._shares[:, where:where + 1] += shares.to(self._shares.device)
         else:
             self._shares.index_add_(1, where, shares)
+
+    def fetches(self, layer: int, row: int, device: torch.device) -> Tensor:
+        """Return what steps add to that fetch rows of so many bytes from CPU memory: listed and copied, `[2]`."""
+        if (layer, device) not in self._fetched:
+            with torch.inference_mode(False):  # as above
+                self._fetched[layer, device] = torch.zeros(2, dtype=torch.long, device=device), row
+        return self._fetched[layer, device][0]
 
     def captured(self, seconds: float) -> None:
         """A step was captured, which took so long [s]."""
@@ -102,12 +114,18 @@ class Counters:
                  for name in ("selectivity", "selectivity_sparse", "bytes_share", "rel_err")}
         for row in rows.values():
             del row["selectivity_sparse"]
+        listed, copied, moved = 0, 0, 0
+        for counts, size in self._fetched.values():
+            wanted, fetched = counts.tolist()
+            listed, copied, moved = listed + wanted, copied + fetched, moved + fetched * size
         names = sorted({name for layer in self.statistics.values() for name in layer})
         return {
             "sparse_calls": sum(self.sparse_calls.values()),
             "dense_calls": sum(self.dense_calls.values()),
             **means,
             "selector": {name: _mean(layer.get(name) for layer in self.statistics.values()) for name in names},
+            "bus_bytes": moved,
+            "hit_rate": _over(listed - copied, listed),
             "index_seconds": self.index_seconds,
             "replayed_steps": self.replayed_steps,
             "captures": self.captures,

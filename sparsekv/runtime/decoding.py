@@ -197,9 +197,9 @@ def choose_selector(config: SparseConfig, router: RouterArtifact | None) -> Sele
         raise SparseKVError(f"selector {selector.name} scores keys at every step, which lie in CPU memory under "
                             "placement offload or beyond kv_memory; use placement='cpu', or a selector with an index "
                             "such as router")
-    if config.placement != "gpu" and config.kv_memory is not None:
-        raise SparseKVError(f"kv_memory says how much may lie on the GPU, and placement={config.placement!r} keeps "
-                            "keys and values in CPU memory; give one of them")
+    if config.placement == "cpu" and config.kv_memory is not None:
+        raise SparseKVError("kv_memory says how much may lie on the GPU, and placement='cpu' keeps all keys and values "
+                            "in CPU memory; give one of them")
     if config.prompts() is not None and selector.reader(0, 0) is not None:
         raise SparseKVError(f"selector {selector.name} reads prompts itself with prefill_chunk, and prefill='sparse' "
                             "reads them by blocks; leave one of them out")

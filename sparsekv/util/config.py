@@ -47,6 +47,14 @@ def option(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def number_or_word(text: str) -> float | str:
+    """The command line's text for a field that takes numbers and words."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
 def flag_of(name: str) -> str:
     """The command line's name of a field."""
     return f"--{name.replace('_', '-')}"

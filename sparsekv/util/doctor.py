@@ -15,11 +15,13 @@ from typing import Any
 
 from sparsekv.util.config import option
 from sparsekv.util.errors import first_line
-from sparsekv.util.memory import free_host_memory, memory_of
+from sparsekv.util.memory import free_host_memory, free_memory, memory_of
 from sparsekv.util.records import as_json
 
 DISTRIBUTIONS = {"faiss": "faiss-cpu", "lm_eval": "lm-eval"}
 """Modules whose package has another name."""
+LOCKED = 1 << 26
+"""Bytes that are locked and copied to see whether that works."""
 NOT_USED = ("dev", "docs")
 """Extras for working on sparsekv, not with it."""
 
@@ -165,6 +167,7 @@ def _abilities(packages: list[Package]) -> Iterator[Ability]:
                   unfit else f"{', '.join(p.name for p in unfit)} missing or too old",
                   " ".join(["pip install -U", *(f"'{p.name}{p.wanted}'" for p in unfit)]) if unfit else "")
     yield _kernels()
+    yield _keys()
     yield _optional("train, and corpora that are Hugging Face datasets", "lightning")
     yield _optional("eval, and figures of an artifact's page", "matplotlib")
     yield _optional("selector faiss", "faiss", "   (or 'sparsekv[gpu]' on a CUDA machine; the two exclude each other)")
@@ -196,6 +199,33 @@ def _kernels() -> Ability:
     if find_spec("triton") is None:
         return Ability(what, False, "triton is not installed", install("triton"))
     return _launched(what)
+
+
+def _keys() -> Ability:
+    """Where keys and values may lie, how many of them, and what the bus gives: by locking some memory and copying."""
+    what = "keys and values in CPU memory (placement='offload', kv_memory)"
+    if find_spec("torch") is None:
+        return Ability(what, False, "torch is not installed", install("torch"))
+    import torch
+
+    host = f"{free_host_memory() / 1e9:.1f} GB of CPU memory"
+    if not torch.cuda.is_available():
+        return Ability(what, True, f"{host}; there is no CUDA device, so they lie there anyway")
+    from sparsekv.runtime.hf.storage import page_locked
+
+    try:
+        rows = page_locked((LOCKED,), torch.uint8)
+        there, ends = rows.to("cuda"), [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        ends[0].record()
+        there.copy_(rows, non_blocking=True)
+        ends[1].record()
+        torch.cuda.synchronize()
+    except Exception as error:  # a container that locks nothing, a device that is full
+        return Ability(what, False, f"page-locked memory failed ({first_line(error)})",
+                       "allow the process to lock memory, or keep keys on the GPU")
+    free = free_memory("cuda") / 1e9
+    return Ability(what, True, f"{free:.1f} GB on the GPU, then {host}; the bus gives "
+                               f"{LOCKED / 1e6 / ends[0].elapsed_time(ends[1]):.1f} GB/s")
 
 
 def _launched(what: str) -> Ability:

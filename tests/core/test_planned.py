@@ -16,8 +16,8 @@ PLANNED = {case: given for case, given in CASES.items() if SELECTORS[given[0]].r
 
 
 @torch.inference_mode()
-def logits_of(case: str, completion: str, placement: str, *, planned: bool) -> torch.Tensor:
-    """Logits `[B, STEPS, V]` of a text, one token a step."""
+def logits_of(case: str, completion: str, placement: str, *, planned: bool, cold: bool = False) -> torch.Tensor:
+    """Logits `[B, STEPS, V]` of a text, one token a step. cold: no row that was read stays on the device."""
     name, options = PLANNED[case]
     model = tiny(3, 10, torch.float64)
     router, phi = trained(model)
@@ -27,6 +27,7 @@ def logits_of(case: str, completion: str, placement: str, *, planned: bool) -> t
         mask[row, :pad] = 0
     with sparsekv.attach(
             model, selector=name, completion=completion, phi=phi, dense_below=0, placement=placement, **SIZES,
+            kv_memory=0 if cold else None,
             run=RunOptions(replays=planned), **({"router": router} if SELECTORS[name].is_trained() else {}),
             **options) as attachment:
         cache = attachment.prefill(ids[:, :PROMPT], mask[:, :PROMPT], cache=attachment.cache(PROMPT + STEPS))
@@ -49,3 +50,5 @@ def test_a_planned_step_is_the_same_layer_by_layer(case: str, completion: str, p
         torch.testing.assert_close(by_plan, by_layer, rtol=0, atol=1e-12)
     else:
         assert torch.equal(by_plan, by_layer)
+    if placement == "offload":
+        assert torch.equal(by_plan, logits_of(case, completion, placement, planned=True, cold=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -80,7 +81,7 @@ from sparsekv.kernels.few_rows import (
     launch_few_rows,
     launch_few_rows_gated,
 )
-from sparsekv.kernels.gather import fetch_rows_reference, launch_fetch
+from sparsekv.kernels.gather import HotRows, fetch_rows_reference, launch_fetch
 from sparsekv.kernels.indexing import assign_buckets_reference, launch_assign, launch_sort, sort_by_bucket_reference
 from sparsekv.kernels.routing import bucket_logits_reference, choose_tokens_reference, launch_choose, launch_logits
 from sparsekv.kernels.stored import (
@@ -546,6 +547,44 @@ def check_fetch(shape: tuple[int, ...], dtype: torch.dtype, device: str, on_host
     found = out.to(device)
     mine = launch_fetch(source, index.to(device), found)
     assert torch.equal(mine.cpu(), slots) and torch.equal(found.cpu().nan_to_num(7.0), truth.nan_to_num(7.0))
+
+
+def check_hot(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    """shape: lists a KV head, KV heads, width of a row, tokens, listed tokens, queries a row, slots. Calls that name
+    many tokens of the call before: every token lies where its slot says, no two in one, and one that lay there is not
+    counted as copied."""
+    lists, heads, dim, tokens, width, queries, slots = shape
+    torch.manual_seed(tokens)
+    source = torch.randn(2, heads, tokens, dim).to(dtype)
+    behind = lists * queries * width
+    tables = [HotRows.empty(2, heads, slots, torch.device(place)) for place in ("cpu", device)]
+    outs = [torch.full((2, heads, slots + behind, dim), float("nan"), dtype=dtype, device=place)
+            for place in ("cpu", device)]
+    counts = [torch.zeros(2, dtype=torch.long, device=place) for place in ("cpu", device)]
+    index, known = torch.randint(-1, tokens, (2 * queries, heads * lists, width)), {}
+    copied = listed = 0
+    for call in range(5):
+        drawn = torch.randint(-1, tokens, index.shape)
+        index = torch.where(torch.rand(index.shape) < 0.6, index, drawn).int()
+        fetch = fetch_rows_reference, launch_fetch
+        twin, mine = (fetch[i](source.to(x.device), index.to(x.device), x, tables[i], counts[i])
+                      for i, x in enumerate(outs))
+        assert torch.equal(twin, mine.cpu())
+        assert all(torch.equal(a, b.cpu()) for a, b in zip(tables[0], tables[1], strict=True))
+        for place in itertools.product(*map(range, index.shape)):
+            token, slot, head = int(index[place]), int(twin[place]), (place[0] // queries, place[1] // lists)
+            assert (token < 0) == (slot < 0)
+            if token < 0:
+                continue
+            listed += 1
+            for out in outs:
+                assert torch.equal(out[head][slot].cpu(), source[head][token])
+            copied += known.get((*head, slot)) != token or slot >= slots
+            assert known.get((*head, slot, call), token) == token, "two tokens in a slot"
+            known[(*head, slot, call)] = token
+        known |= {(*at[:2], at[2]): token for at, token in list(known.items()) if len(at) == 4 and at[3] == call}
+        assert counts[0].tolist() == counts[1].tolist() == [listed, copied]
+    assert copied < listed, "nothing was hit"
 
 
 def check_blocks(

@@ -108,7 +108,8 @@ OWN: dict[Any, dict[str, str]] = {
     se.lanes_kernel: {
         **dict.fromkeys("seat tail lane places anchored".split(), "*i64"), "known": "*i1", "sparse": "*i1",
         **dict.fromkeys("lengths table anchors rest".split(), "*i32"), "size": "i32"},
-    g.fetch_kernel: {"places": "*i32"},
+    g.claim_kernel: dict.fromkeys(("held", "claims", "clock"), "*i64"),
+    g.fetch_kernel: {"places": "*i32", **dict.fromkeys(("held", "claims", "clock", "counts"), "*i64")},
     r.mean_kernel: {"means": "*i8"},
     sk.histogram_kernel: {"scores": "*fp16"},
     sk.score_kernel: {"scores": "*fp16", "codes": "*i8"},
@@ -375,7 +376,10 @@ def builds() -> list[Build]:
     for apart in (False, True):
         build(bs.rows_kernel, {"DIM": 80, "WIDTH": 128, "BLOCK": AGAINST, "APART": apart}, 4, "bf16", (90,),
               bucket="*i32", table="*fp32")
-    build(g.fetch_kernel, {"LISTS": 3, "DIM": 160, "WIDTH": 256, "BLOCK": gather.FETCHED}, 4, "bf16", (80, 90))
+    build(g.claim_kernel, {"LISTS": 3, "BLOCK": gather.CLAIMED}, 4, "bf16")
+    for hot in (False, True):
+        build(g.fetch_kernel, {"LISTS": 3, "DIM": 160, "WIDTH": 256, "BLOCK": gather.FETCHED, "HOT": hot,
+                               "COUNTS": hot}, 4, "bf16", (80, 90))
     for dim in (32, 128):
         build(bm.bucket_mass_kernel, {"GROUP": 4, "ROWS": QUERIES_AT_ONCE, "DIM": dim, "WIDTH": dim, "BLOCK": 64}, 4,
               "bf16", (80,) if dim == 32 else (80, 90))

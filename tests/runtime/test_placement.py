@@ -52,8 +52,9 @@ def test_offloaded_caches_chunk_crop_fork_and_reorder():
     ids = prompt(100)
     options = {"router": router, "phi": phi, "token_budget": 15}
     logits = {}
-    for place in ("gpu", "offload"):
-        with attach(model, placement=place, **options) as attachment:
+    places = {"gpu": {}, "offload": {"placement": "offload"}, "cold": {"placement": "offload", "kv_memory": 0}}
+    for place, given in places.items():
+        with attach(model, **given, **options) as attachment:
             cache = attachment.prefill(ids[:, :60], chunk_size=25)
             fork = cache.fork()
             out = [model(ids[:, t:t + 1], past_key_values=fork, use_cache=True).logits for t in range(60, 70)]
@@ -67,8 +68,9 @@ def test_offloaded_caches_chunk_crop_fork_and_reorder():
             cache.reorder_cache(torch.tensor([2, 0, 1]))
             out.append(model(ids[:, 61:62].expand(3, -1), past_key_values=cache, use_cache=True).logits)
             logits[place] = out
-    for a, b in zip(*logits.values(), strict=True):
+    for a, b, c in zip(*logits.values(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+        assert torch.equal(b, c), "rows that stay on the device are those of the cache"
 
 
 def test_steps_over_host_memory_are_planned_like_others():
@@ -85,6 +87,27 @@ def test_steps_over_host_memory_are_planned_like_others():
             report = attachment.report()
             assert report["not_replayed"] is None and report["replayed_steps"] >= 22, report
     assert torch.equal(answers["gpu"], answers["offload"])
+
+
+@pytest.mark.parametrize("completion", ["none", "phi", "centroid"])
+def test_rows_that_were_read_lately_are_not_fetched_again(completion: str):
+    """The same answer to the bit whatever stays on the device; the report has what came over the bus."""
+    model = make_model()
+    router, phi = artifacts(model)
+    ids, answers, reports = prompt(300, 2), [], {}
+    of_slot = 2 * model.config.num_key_value_heads * (2 * model.config.head_dim * 4 + 16)  # both rows, and the table
+    for size in (0, 20, 4, 300):  # times a list
+        with attach(model, router=router, phi=phi, selector="sketch", completion=completion, token_budget=20,
+                    placement="offload", kv_memory=None if size == 4 else 0 if not size else (
+                        reports[0]["kv_places"]["gpu_bytes"] + 10 * size * of_slot) / 1e9) as attachment:
+            answers.append(attachment.generate(ids, max_new_tokens=40, eos_token_id=[]))
+            reports[size] = attachment.report()
+    assert all(torch.equal(x, answers[0]) for x in answers)
+    none, few, usual, all_of_them = (reports[size]["hit_rate"] for size in (0, 20, 4, 300))
+    row, listed = 2 * model.config.head_dim * 4, reports[0]["sparse_calls"] * 2 * model.config.num_key_value_heads * 20
+    assert none == 0 and reports[0]["bus_bytes"] == listed * row
+    assert 0 < few < usual < all_of_them
+    assert reports[300]["bus_bytes"] == pytest.approx((1 - all_of_them) * listed * row)
 
 
 def test_keys_beyond_kv_memory_lie_in_cpu_memory():
@@ -110,6 +133,6 @@ def test_too_little_memory_of_the_cpu_is_refused_before_the_prompt_is_read(monke
         with pytest.raises(SparseKVError, match=r"keys and values of 1 x 86 tokens take .* of CPU memory, of which"):
             attachment.generate(prompt(80), **OPTIONS)
     with pytest.raises(SparseKVError, match="give one of them"):
-        attach(model, router=router, placement="offload", kv_memory=1.0)
+        attach(model, router=router, placement="cpu", kv_memory=1.0)
     with pytest.raises(SparseKVError, match="unknown kv_memory 'much'"):
         attach(model, router=router, kv_memory="much")

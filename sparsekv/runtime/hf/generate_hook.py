@@ -137,7 +137,7 @@ def roomy_cache(attachment: Any, rows: int, prompt: int, new: int) -> SparseCach
              * m.head_dim * parameter.element_size() for i, m in attachment.modules.items()}
     whole, away = sum(sizes.values()), decoding.placement != "gpu"
     free = free_memory(parameter.device) if parameter.is_cuda else free_host_memory()
-    if decoding.kv_memory is not None:
+    if decoding.kv_memory is not None and not away:
         given = free * FREE_SHARE if decoding.kv_memory == "auto" else 1e9 * decoding.kv_memory
         away = whole > given
     on_host = sum(size for i, size in sizes.items() if away and i not in decoding.dense_layers)

@@ -6,7 +6,7 @@ import contextlib
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -14,22 +14,60 @@ from torch import Tensor
 from sparsekv.core.layer import CacheLayer, Queries, Selection
 from sparsekv.core.regions import Regions
 from sparsekv.core.selectors.base import Selector
-from sparsekv.kernels import Anchored, CompletionQuery, KeyBuckets, attend_tokens, fetch_rows
+from sparsekv.kernels import (
+    Anchored,
+    CompletionQuery,
+    HotRows,
+    KeyBuckets,
+    attend_tokens,
+    fetch_rows,
+    gather_rows,
+)
+from sparsekv.util.memory import free_host_memory, free_memory
 
 SPARE = 64
 """Tokens that `Near` has room for beyond the longest tail."""
 GROWTH = 4096
 """Tokens that a tail is made room for at once, beyond the length of its cache: a longer one is filled anew."""
+HOT, HOT_SHARE = 4, 0.5
+"""Rows that were read lately and stay on the device, times those that a step reads; and what they take of the device's
+free memory, at most."""
+
+
+class Room(NamedTuple):
+    """What rows that were read lately may take of the device's memory: so many bytes a layer, and so many times the
+    rows that a step reads; None: as many as there are bytes."""
+
+    size: float = 0.0
+    times: int | None = HOT
+
+    def slots(self, listed: int, data: Tensor, stored: int) -> int:
+        """How many slots that is beside `data [B, Hkv, slots, 2d]`, for the lists of a step and of so many tokens in
+        all."""
+        rows, heads, _, width = data.shape
+        slots = min(int(self.size / (rows * heads * (width * data.element_size() + 16))), stored)  # 16: of the table
+        return slots if self.times is None else min(slots, self.times * listed)
+
+    @classmethod
+    def of(cls, kv_memory: float | str | None, here: int, device: torch.device, layers: int) -> Room:
+        """The room of each of so many layers: four times what a step reads, or what `kv_memory` [GB] leaves beside
+        `here` bytes of other layers' keys and values; of what is free at most half."""
+        free = HOT_SHARE * (free_memory(device) if device.type == "cuda" else free_host_memory())
+        if kv_memory is None or isinstance(kv_memory, str):
+            return cls(free / layers)
+        return cls(max(0.0, min(free, 1e9 * kv_memory - here)) / layers, None)
 
 
 class Near:
-    """Copies on the device of what a step reads, `data [B, Hkv, lists + sinks + tail, 2d]`: what was fetched last, in
-    the first `lists` slots; the sinks of every row, the last one next to the tail; and all tokens from `first` on, the
-    tail and the answer so far. Shared by a view and the plans of its steps, which write new tokens here."""
+    """Copies on the device of what a step reads, `data [B, Hkv, hot + lists + sinks + tail, 2d]`: rows that were read
+    lately, as many as `room` says; what a step reads and found no place among them; the sinks of every row, the last
+    one next to the tail; and all tokens from `first` on, the tail and the answer so far. Shared by a view and the plans
+    of its steps, which write new tokens here. A row of the mid region is written once, so that no copy is ever old."""
 
-    def __init__(self, lists: int = 0):
-        self.lists = lists
+    def __init__(self, hot_room: Room = Room()):
+        self.lists, self.hot_room = 0, hot_room
         self.data: Tensor | None = None
+        self.hot: HotRows | None = None
         self.sinks = self.first = 0
         self.edges: tuple[Tensor, Tensor]
         """The slots where sinks and tail of every row begin, `[B]`."""
@@ -40,22 +78,30 @@ class Near:
         return 0 if self.data is None else self.data.shape[2] - self.shift
 
     @property
+    def front(self) -> int:
+        """The slots before the sinks."""
+        return self.lists + (0 if self.hot is None else self.hot.held.shape[2])
+
+    @property
     def shift(self) -> int:
         """The way from a token of tail or answer to its slot."""
-        return self.lists + self.sinks - self.first
+        return self.front + self.sinks - self.first
 
     def fill(self, stored: Tensor, regions: Regions, longest: int) -> None:
         """Fill the slots from keys and values `[B, Hkv, n, 2d]` in CPU memory; longest: tokens that the tail may
-        have."""
+        have. Of rows that were read lately there are none then."""
         device, length = regions.starts.device, stored.shape[2]
-        self.first, self.sinks = regions.edges[2], regions.sinks
+        self.first, self.sinks, self.data = regions.edges[2], regions.sinks, None
         sinks = regions.mid_first[:, None] - torch.arange(self.sinks, 0, -1, device=device)
         sinks = torch.where(sinks >= regions.starts[:, None], sinks, -1)
         tail = torch.arange(self.first, length, device=device)
         index = torch.cat([sinks, tail.expand(len(sinks), -1)], dim=1)[:, None].expand(-1, stored.shape[1], -1)
-        slots = self.lists + self.sinks + max(length - self.first, min(longest, length + GROWTH)) + SPARE
-        self.data = stored.new_empty(*stored.shape[:2], slots, stored.shape[3], device=device)
-        fetch_rows(stored, index, self.data[:, :, self.lists:])
+        slots = self.sinks + max(length - self.first, min(longest, length + GROWTH)) + SPARE
+        self.data = stored.new_empty(*stored.shape[:2], self.front + slots, stored.shape[3], device=device)
+        self.data[:, :, :self.front].zero_()
+        if self.hot is not None:
+            self.hot = self.hot.emptied()
+        fetch_rows(stored, index, self.data[:, :, self.front:])
         tail_starts = regions.tail_starts + self.shift
         self.edges = tail_starts - (regions.mid_first - regions.starts), tail_starts
 
@@ -67,26 +113,38 @@ class Near:
         else:
             self.data[:, :, past + self.shift:end + self.shift] = new.detach()
 
-    def make_lists(self, count: int) -> None:
-        """Room for so many fetched tokens, and not for many more."""
+    def make_lists(self, count: int, stored: int) -> None:
+        """Room for so many listed tokens, and not for many more, and for rows that were read lately of `stored` in
+        all."""
         assert self.data is not None
-        if not self.lists // 4 <= count <= self.lists:
-            kept = self.data[:, :, self.lists:]
-            data = kept.new_empty(*kept.shape[:2], count + kept.shape[2], kept.shape[3])
-            data[:, :, count:] = kept
-            more = count - self.lists
-            self.data, self.lists, self.edges = data, count, (self.edges[0] + more, self.edges[1] + more)
+        if self.lists // 4 <= count <= self.lists:
+            return
+        (rows, heads), kept, front = self.data.shape[:2], self.data[:, :, self.front:], self.front
+        slots = self.hot_room.slots(count, kept, stored)
+        self.lists, self.hot = count, HotRows.empty(rows, heads, slots, kept.device) if slots else None
+        data = kept.new_empty(rows, heads, self.front + kept.shape[2], kept.shape[3])
+        data[:, :, :self.front].zero_()
+        data[:, :, self.front:] = kept
+        self.data, more = data, self.front - front
+        self.edges = self.edges[0] + more, self.edges[1] + more
+
+    def fresh(self) -> Near:
+        """Another with as much room, of rows that were read lately at most `HOT` times those of a step."""
+        return Near(self.hot_room._replace(times=HOT))
 
 
 @dataclass(eq=False)
 class HostView(CacheLayer):
     """A layer whose keys and values lie in CPU memory, `both [B, Hkv, N, 2d]`, while it decodes on a device: a step
-    fetches the selected ones to slots beside sinks and tail, which are there, and attends to slots."""
+    fetches those of the selected ones that do not lie there yet to slots beside sinks and tail, and attends to
+    slots."""
 
     both: Tensor
     longest: int = 0
     """Tokens of the longest tail."""
     near: Near = field(default_factory=Near)
+    counts: Tensor | None = None
+    """Rows that steps listed, and those of them that came over the bus, `[2]` int64, added to."""
     ends: dict[int, Tensor] = field(default_factory=dict)
     """By a shift to slots, the slots after the queries `[Q]`, where a plan has counted them for all layers."""
     fetched: tuple[Any, Tensor, Tensor] | None = None
@@ -125,12 +183,9 @@ class HostView(CacheLayer):
         """A list that was fetched for attention is not fetched again."""
         if self.fetched is None or self.fetched[1] is not tokens:
             self._fetch(None, tokens)
-        data = self.near.data
-        assert data is not None
-        (rows, heads_kv), (count, heads, width) = data.shape[:2], tokens.shape
-        shape = rows, heads_kv, count // rows, heads // heads_kv, width, data.shape[3]
-        both = data[:, :, :shape[2] * shape[3] * width].view(shape).transpose(1, 2).reshape(count, heads, width, -1)
-        keys, values = both.chunk(2, dim=-1)
+        assert self.near.data is not None and self.fetched is not None
+        both = gather_rows(self.near.data, self.by_head(self.fetched[2]))
+        keys, values = both.reshape(*tokens.shape, -1).chunk(2, dim=-1)
         return keys, values
 
     def attend(
@@ -141,7 +196,8 @@ class HostView(CacheLayer):
         tokens, slots = self._fetch(selection, self.listed(selection))
         near = self.near
         if completion is not None and isinstance(completion.keys, KeyBuckets):
-            completion = completion._replace(keys=KeyBuckets(self._of_slots(completion.keys.number, tokens)))
+            completion = completion._replace(keys=KeyBuckets(self._of_slots(completion.keys.number, tokens,
+                                                                                  slots)))
         assert near.data is not None
         keys, values = near.data.chunk(2, dim=-1)
         ends = self.ends.get(near.shift)
@@ -173,11 +229,11 @@ class HostView(CacheLayer):
 
     def take_rows(self, index: Tensor) -> None:
         super().take_rows(index)
-        self.near, self.fetched = Near(self.near.lists), None
+        self.near, self.fetched = self.near.fresh(), None
 
     def fork(self) -> Self:
         other = copy.copy(self)
-        other.near, other.fetched = Near(self.near.lists), None
+        other.near, other.fetched = self.near.fresh(), None
         return other
 
     @contextlib.contextmanager
@@ -197,21 +253,23 @@ class HostView(CacheLayer):
             self._moved = self.keys_at(0, self.both.shape[2]), self.values_at(0, self.both.shape[2])
         return self._moved
 
-    def _of_slots(self, number: Tensor, tokens: Tensor) -> Tensor:
-        """Look up what is known by token, `[B or 1, Hkv, N]`, by the slots that listed tokens `[Q, H, K]` were fetched
-        to."""
+    def _of_slots(self, number: Tensor, tokens: Tensor, slots: Tensor) -> Tensor:
+        """Look up what is known by token, `[B or 1, Hkv, N]`, by the slots that listed tokens `[Q, H, K]` lie in."""
         (rows, heads_kv), (count, heads, width) = self.both.shape[:2], tokens.shape
-        by_row = tokens.reshape(rows, count // rows, heads_kv, heads // heads_kv, width).transpose(1, 2).flatten(2)
+        tokens, slots = (x.reshape(rows, count // rows, heads_kv, heads // heads_kv, width).transpose(1, 2).flatten(2)
+                         for x in (tokens, slots))
+        known = number.new_zeros(rows, heads_kv, self.near.front + 1)  # the last one is of no token
         if not number.shape[2]:
-            return number.new_zeros(by_row.shape)
-        return number.expand(rows, -1, -1).gather(2, by_row.long().clamp(min=0))
+            return known
+        listed = number.expand(rows, -1, -1).gather(2, tokens.long().clamp(min=0))
+        return known.scatter_(2, torch.where(slots < 0, self.near.front, slots).long(), listed)
 
     def _fetch(self, selection: Selection | None, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Listed tokens `[Q, H, K]` to the first slots, and their slots."""
+        """Listed tokens `[Q, H, K]` to slots before the sinks, and their slots."""
         near = self.near
-        near.make_lists(tokens.numel() // (self.both.shape[0] * self.both.shape[1]))
+        near.make_lists(tokens.numel() // (self.both.shape[0] * self.both.shape[1]), self.both.shape[2])
         assert near.data is not None
-        slots = fetch_rows(self.both, tokens, near.data)
+        slots = fetch_rows(self.both, tokens, near.data, near.hot, self.counts)
         self.fetched = selection, tokens, slots
         return tokens, slots
 
