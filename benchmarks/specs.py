@@ -225,16 +225,24 @@ SPEED = Page(
               {"metric": "prompt_s", "case": ("8b-quarter-512k-b1", "8b-512k-b1")},
               words={"8b-quarter-512k-b1": "eight layers of the 8B shape, 1 × 512k"}),
         Table("Keys in CPU memory", "offload", {"case": "model, requests", "method": "method"}, [
-            Cell("ms per token", {"metric": "ms"}, "{:.1f}"), Cell("over the bus [MB/token]", {"metric": "bus_mb"},
-                                                                   "{:,.0f}"),
+            Cell("ms per token", {"metric": "ms"}, "{:.1f}"), Cell("tokens/s", {"metric": "tokens_s"}, "{:,.0f}"),
+            Cell("over the bus [MB/token]", {"metric": "bus_mb"}, "{:,.0f}"),
+            Cell("rows found on the GPU", {"metric": "hit_rate"}, "{:.2f}"),
             Cell("GPU memory [GB]", {"metric": "gpu_gb"}), Cell("host memory [GB]", {"metric": "host_gb"})],
-              {"case": ("8b-128k-b1",), "method": (
-                  "full", "sketch_phi-1%@gpu", "sketch-1%", "sketch_phi-1%", "sketch_phi-2%", "sketch_phi-5%",
-                  "full_host", "transformers_offloaded")},
-              "`placement=\"offload\"`, one run; the weights of the 8B shape take 16 GB of the GPU.",
-              words={"full": "full attention, keys on the GPU", "sketch_phi-1%@gpu": "sketch + φ, 1 %, keys on the GPU",
-                     "sketch-1%": "sketch, 1 %", **{f"sketch_phi-{b}%": f"sketch + φ, {b} %" for b in (1, 2, 5)},
+              {"case": ("coder-30k-b1", "coder-30k-b8", "8b-128k-b1", "8b-512k-b1", "8b-128k-b4", "8b-128k-b16"),
+               "method": ("full", "full_most", "sketch_phi-1%@gpu", "sketch-1%", "sketch_phi-1%", "sketch_phi-1%@cold",
+                          "sketch-2%", "sketch_phi-2%", "sketch-5%", "sketch_phi-5%", "full_host", "faiss",
+                          "transformers_offloaded")},
+              "`placement=\"offload\"`, one run; the weights of the 8B shape take 16 GB of the GPU. Its keys are drawn, "
+              "and so is which rows it asks for again: hits are those of a model in the cases of the 1.5B alone.",
+              words={"full": "full attention, keys on the GPU",
+                     "full_most": "full attention of as many requests as fit on the GPU",
+                     "sketch_phi-1%@gpu": "sketch + φ, 1 %, keys on the GPU",
+                     "sketch_phi-1%@cold": "sketch + φ, 1 %, all rows fetched (`kv_memory=0`)",
+                     **{f"sketch-{b}%": f"sketch, {b} %" for b in (1, 2, 5)},
+                     **{f"sketch_phi-{b}%": f"sketch + φ, {b} %" for b in (1, 2, 5)},
                      "full_host": "full attention, keys in CPU memory",
+                     "faiss": "exact top-k by a flat Faiss index in CPU memory, 1 %",
                      "transformers_offloaded": "transformers' OffloadedCache"}),
         Table("A step of one layer on a CPU", "runtime", {"method": "selector"}, [
             Cell(f"{n} [ms]", {"case": f"cpu-{n}-8b", "metric": "us"}, "{:.2f}", scale=0.001)

@@ -95,19 +95,20 @@ def test_rows_that_were_read_lately_are_not_fetched_again(completion: str):
     model = make_model()
     router, phi = artifacts(model)
     ids, answers, reports = prompt(300, 2), [], {}
-    of_slot = 2 * model.config.num_key_value_heads * (2 * model.config.head_dim * 4 + 16)  # both rows, and the table
-    for size in (0, 20, 4, 300):  # times a list
+    of_slot = 4 * model.config.num_key_value_heads * (2 * model.config.head_dim * 4 + 16)  # two rows, two layers
+    for slots in (0, 20, 80, 300):
+        memory = 0 if not slots else None if slots == 80 else (
+            reports[0]["kv_places"]["gpu_bytes"] + (slots + 0.5) * of_slot) / 1e9
         with attach(model, router=router, phi=phi, selector="sketch", completion=completion, token_budget=20,
-                    placement="offload", kv_memory=None if size == 4 else 0 if not size else (
-                        reports[0]["kv_places"]["gpu_bytes"] + 10 * size * of_slot) / 1e9) as attachment:
+                    placement="offload", kv_memory=memory, decode_window=16) as attachment:
             answers.append(attachment.generate(ids, max_new_tokens=40, eos_token_id=[]))
-            reports[size] = attachment.report()
+            reports[slots] = attachment.report()
     assert all(torch.equal(x, answers[0]) for x in answers)
-    none, few, usual, all_of_them = (reports[size]["hit_rate"] for size in (0, 20, 4, 300))
+    none, few, usual, most = (report["hit_rate"] for report in reports.values())
     row, listed = 2 * model.config.head_dim * 4, reports[0]["sparse_calls"] * 2 * model.config.num_key_value_heads * 20
     assert none == 0 and reports[0]["bus_bytes"] == listed * row
-    assert 0 < few < usual < all_of_them
-    assert reports[300]["bus_bytes"] == pytest.approx((1 - all_of_them) * listed * row)
+    assert 0 < few < usual < most
+    assert reports[300]["bus_bytes"] == pytest.approx((1 - most) * listed * row)
 
 
 def test_keys_beyond_kv_memory_lie_in_cpu_memory():
