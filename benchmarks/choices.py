@@ -78,14 +78,14 @@ def texts(tokenizer: Any, length: int, count: int, seed: int = 0) -> Iterator[tu
 
 
 def choices(sentences: Sequence[tuple[str, str]], rng: random.Random) -> list[Choice]:
-    """Questions on one text, of sentences that stand in it once."""
+    """Questions on one text, of sentences that stand in it once; none of years where it has fewer than answers."""
     said = [s for _, s in sentences]
     good = [i for i, s in enumerate(said[:-1]) if WORDS[0] <= len(s.split()) <= WORDS[1] and said.count(s) == 1
             and len(said[i + 1].split()) >= WORDS[0] and sentences[i + 1][0] == sentences[i][0]]
     years = sorted({year for year, _ in sentences})
     made = []
-    for i in rng.sample(good, min(EACH, len(good))):
-        wrong = rng.sample([y for y in years if y != sentences[i][0]], min(ANSWERS, len(years)) - 1)
+    for i in rng.sample(good, min(EACH, len(good))) if len(years) >= ANSWERS else ():
+        wrong = rng.sample([y for y in years if y != sentences[i][0]], ANSWERS - 1)
         made.append(_choice("year", f'In which year\'s address stands: "{said[i]}"', "In the address of",
                             f" {sentences[i][0]}", [f" {y}" for y in wrong], rng))
     for i in rng.sample(good, min(EACH, len(good))):

@@ -2,9 +2,9 @@
 
 `python benchmarks/runtime.py` measures on the CPU, on one core with --threads 1; keys in CPU memory beside a GPU are
 `offload.py`'s. With --reuse it counts how often TokenSelect reuses a selection, by θ, while a model goes on with 64
-tokens after a text, SmolLM2 on the CPU or on the GPU that is there. Every selector is checked first: where it may read everything its output must be dense
-attention's. Keys are drawn from a mixture of 512 directions; queries follow a few of them for a while, as in a model,
-so that attention is peaked and what was read before is worth reading again.
+tokens after a text. Every selector is checked first: where it may read everything its output must be dense attention's.
+Keys are drawn from a mixture of 512 directions; queries follow a few of them for a while, as in a model, so that
+attention is peaked and what was read before is worth reading again.
 """
 
 from __future__ import annotations
