@@ -74,6 +74,10 @@ prompt)."""
 SAAP = ("router:scores=mlp", "router:scores=mean_key", "router:scores=mean_key:adapt=false")
 """Of a router that `train-router --preset saap` trained: its query model; the same buckets scored by the means of the
 request's keys, moved to it or as they were trained. A query model knows no buckets that moved."""
+BUCKETS = tuple(f"{how}:probes={n}" for how in SAAP[:2] for n in (8, 32)) + SAAP[:2]
+"""Whole buckets of that router, as the paper reads them, beside the rule of its density."""
+LONG = ("full", "topk", "sketch", "sketch+phi")
+"""Past 32k tokens, by YaRN (`--rope-scaling yarn:FACTOR`)."""
 COMPLETIONS = tuple(f"{s}+{c}" for c in ("centroid", "uniform") for s in ("topk", "sketch"))
 
 
@@ -151,6 +155,11 @@ def all_stages() -> list[Stage]:
         Stage("next-rivals-few", "ruler", 16_384, rivals, (0.01, 0.05), 4, 8),
         Stage("last-long", "long", 16_384, ("sketch+phi", "full"), (0.02, 0.01), 4, 12, tokens=4096),
         Stage("last32", "ruler", 32_768, OURS, (0.01, 0.02), 8, 12),
+        Stage("buckets16", "ruler", 16_384, ("full", "topk", *BUCKETS), few, 0, 4),
+        Stage("main64", "ruler", 65_536, LONG, (0.01, 0.02), 0, 8),
+        Stage("main128", "ruler", 131_072, LONG, (0.01, 0.02), 0, 4),
+        Stage("rivals64", "ruler", 65_536, rivals, one, 0, 8),
+        Stage("kl128", KL, 131_072, ("full", *LONG[1:], "topk+phi"), (0.01,), 0, 1),
     ]
 
 

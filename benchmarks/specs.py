@@ -501,6 +501,27 @@ PAPERS = Page(
                 ("a group's step [ms]", "ms", "{:.1f}"), ("built in [s]", "build_s", "{:.1f}"),
                 ("GPU memory [MB]", "gpu_mb", "{:.0f}"), ("needles among the first ten", "needles", "{:.2f}"))],
               {"case": MILLION}),
+        Table("Vector databases on a GPU", "indices", {"case": "keys", "method": "selector"}, [
+            Cell("a step [ms]", {"metric": "us"}, "{:.2f}", scale=0.001),
+            Cell("built in [s]", {"metric": "build_s"}, "{:.2f}"),
+            Cell("of exact top-k's list", {"metric": "found"}, "{:.0f} %", scale=100),
+            Cell("k-means of a head [s]", {"metric": "seconds"}, "{:.2f}")], {},
+              "One layer of the 8B shape, random keys. A step reads 1,310 tokens a KV head; `faiss` joins lists of a "
+              "group's heads, exact top-k lists for a group."),
+        Table("Saap: mass of held-out windows", "partition", {"method": "chosen by"}, [
+            *(Cell(percent(b), {"metric": "mass", "budget": b}, "{:.2f}") for b in FEW),
+            Cell("KL of buckets", {"metric": "bucket_kl"}, "{:.2f}")], {},
+              "Share of the mid region's attention that is read."),
+        Table("Multiple choice over 16k tokens", "choices", {"case": "task", "method": "method"}, [
+            *by_budget((0.005, 0.01, 0.02, 0.05, 0.1), **FULL), samples(**FULL)],
+              {"case": tuple(f"{MODEL}:choices-{task}@16384" for task in ("year", "next"))},
+              "Points to full attention, four answers a question; `benchmarks/choices.py` says which questions.",
+              words={f"{MODEL}:choices-year@16384": "the year of a sentence",
+                     f"{MODEL}:choices-next@16384": "the next sentence"}),
+        Table("A prefix that is asked again", "prefix", {"case": "prefix", "method": "method"}, [
+            *(Cell(title, {"metric": f"first_token_{how}_s"}, "{:.3f}") for title, how in (
+                ("first token, held [s]", "held"), ("from a file [s]", "loaded"), ("read anew [s]", "read"))),
+            Cell("file [GB]", {"metric": "file_gb"}, "{:.2f}")], {}),
     ])
 MISSED = Page(
     "What was missed", "What a user may expect and does not get. Points are of the 1.5B on RULER, to full attention "
@@ -562,6 +583,7 @@ FIRST = Text(
      replace(points("sketch+phi", 0.01, form="{}", spread=""), of="samples")))
 HERE = ["claim", "printed", "here", "of"]
 ON_H100 = "1.5B, RULER, 16k, 104 prompts, H100"
+GATHERED = "8B shape, H200; a chunk at a time, rows gathered, not as it ships"
 PAPER_PAGE: dict[str, Any] = {
     "topk": Grid("", HERE, [
         ["score kept at 2 % of the tokens", "95 %", kept("ruler@16384", 0.02, H100), ON_H100],
@@ -611,12 +633,12 @@ PAPER_PAGE: dict[str, Any] = {
         ["a chunk of 512 over 1M tokens, times as fast as full attention", "23.84 ×", Cell(
             rows="papers", form="{:.2f} ×", under={"method": "dense"}, where={
                 "method": "token_select", "metric": "ms",
-                "case": "chunk of 512 after 1048576 tokens, 32/8 heads of 128"}), "8B shape, H200"],
+                "case": "chunk of 512 after 1048576 tokens, 32/8 heads of 128"}), GATHERED],
         ["… over 128k tokens", "", Cell(rows="papers", form="{:.2f} ×", under={"method": "dense"}, where={
             "method": "token_select", "metric": "ms", "case": "chunk of 512 after 131072 tokens, 32/8 heads of 128"}),
-         "8B shape, H200"],
+         GATHERED],
         ["first token of a prompt of 128k tokens, times as fast", "", Cell(rows="prefill", form="{:.2f} ×", where={
-            "case": "8b-128k-b1", "method": "token_select", "metric": "first_token_speedup"}), "8B shape, H200"],
+            "case": "8b-128k-b1", "method": "token_select", "metric": "first_token_speedup"}), GATHERED],
         ["points at 2 %", "", Cell(rows="real", where=real("ruler@16384", method="token_select", against="full",
                                                           budget=0.02, metric="difference"),
                                    form="{:+.1f}", spread="±"), "1.5B, RULER, 16k, 52 prompts"],

@@ -17,6 +17,8 @@ from sparsekv.util.config import check_ranges, option
 
 MOST_BLOCKS, MOST_BYTES = 128, 1 << 30
 """Blocks of queries that are scored together at most, and bytes of their scores."""
+MOST_VOTES = 1 << 28
+"""Bytes of the scores of chunks that a reader lists together."""
 
 
 @dataclass(frozen=True)
@@ -100,9 +102,19 @@ class ReadsChunks(Protocol):
     @property
     def extrapolate(self) -> bool: ...
 
-    def listed(self, past: LayerView, q: Tensor) -> Tensor | None:
-        """The mid tokens that a chunk `[B, Hq, c, d]` reads beside sink and window, `[B, H, K]`, padded with -1 where
-        rows have padding, H = Hkv or 1; None: it reads all. past: the tokens before the chunk."""
+    def selects(self, view: LayerView) -> Tensor:
+        """Whether less is read than there is, `[rows]`, of a view whose regions are those of chunks."""
+
+    def listed(self, view: LayerView, q: Tensor, firsts: Tensor) -> Tensor:
+        """The mid tokens that chunks `[B, Hq, n·size, d]` read beside sink and window, `[B, n, K]`, padded with -1.
+        view: the tokens before the last of them, with the regions of all; firsts `[n]`: their first tokens."""
+
+
+def chunk_regions(starts: Tensor, total: int, firsts: Tensor, sink: int, window: int) -> Regions:
+    """Regions of the tokens before chunks that begin at `firsts [n]`, of rows that begin at `starts [B]`: B·n rows
+    which all end at `total`, each moved there by `total − first`."""
+    moved = starts[:, None] + total - firsts
+    return Regions.at_prefill_end(moved.flatten(), total, sink, window)
 
 
 def prefill_chunks(view: LayerView, query: Tensor, reader: ReadsChunks) -> Tensor:
@@ -113,28 +125,29 @@ def prefill_chunks(view: LayerView, query: Tensor, reader: ReadsChunks) -> Tenso
     extrapolates keys and queries get the positions 0, 1, 2, … in the order of the tokens. Of `view.regions` only rows
     count. Raises SparseKVError for such a reader and a batch with padding.
     """
-    total, count = view.keys.shape[2], query.shape[2]
-    begin = total - count
-    starts = padding(view)
+    batch, heads, count, _ = query.shape
+    total = view.keys.shape[2]
+    begin, starts = total - count, padding(view)
+    every = torch.arange(begin, total, reader.chunk, device=query.device)
+
+    def before(firsts: Tensor, end: int) -> LayerView:
+        regions = chunk_regions(view.regions.starts, total, firsts, reader.sink, reader.window)
+        return replace(view, keys=view.keys[:, :, :end], values=view.values[:, :, :end], regions=regions)
+
+    selects = reader.selects(before(every, total)).view(batch, -1).any(0).tolist()
+    first = min(total, begin + reader.chunk * (selects.index(True) if True in selects else len(selects)))
     out = torch.empty_like(query)
-    behind = begin  # tokens from `behind` to `at` are read densely, together
-    for start in range(begin, total, reader.chunk):
-        end = min(start + reader.chunk, total)
-        make = Regions.of_equal_rows if starts is None else Regions.at_prefill_end
-        past = replace(view, keys=view.keys[:, :, :start], values=view.values[:, :, :start],
-                       regions=make(view.regions.starts, start, reader.sink, reader.window))
+    if begin < first:
+        out[:, :, :first - begin] = dense(view, query[:, :, :first - begin], first, starts)
+    together = reader.chunk * max(1, MOST_VOTES // (4 * batch * heads * total))
+    whole = total - (total - first) % reader.chunk
+    for start in (*range(first, whole, together), *([whole] if whole < total else [])):
+        end = min(start + together, whole) if start < whole else total
+        firsts = torch.arange(start, end, reader.chunk, device=query.device)
         q = query[:, :, start - begin:end - begin]
-        listed = reader.listed(past, q)
-        if listed is None:
-            continue
-        if behind < start:
-            part = slice(behind - begin, start - begin)
-            out[:, :, part] = dense(view, query[:, :, part], start, starts)
-        read = _contiguous if reader.extrapolate else _chunk
-        out[:, :, start - begin:end - begin] = read(past, view, q, end, listed, starts, reader)
-        behind = end
-    if behind < total:
-        out[:, :, behind - begin:] = dense(view, query[:, :, behind - begin:], total, starts)
+        listed = reader.listed(before(firsts, start + (len(firsts) - 1) * reader.chunk), q, firsts)
+        read = _contiguous if reader.extrapolate else _chunks
+        out[:, :, start - begin:end - begin] = read(view, q, end, listed, starts, reader)
     return out
 
 
@@ -151,31 +164,36 @@ def dense(view: LayerView, q: Tensor, end: int, starts: Tensor | None = None) ->
                            sinks=view.sinks)
 
 
-def _chunk(
-    past: LayerView, view: LayerView, q: Tensor, end: int, listed: Tensor, starts: Tensor | None, reader: ReadsChunks,
+def _chunks(
+    view: LayerView, q: Tensor, end: int, listed: Tensor, starts: Tensor | None, reader: ReadsChunks,
 ) -> Tensor:
-    """A chunk `q [B, Hq, c, d]`, the tokens before `end`."""
-    out, lse = chunk_attention(q, view.keys[:, :, :end], view.values[:, :, :end], listed, scale=view.scale,
-                               sink=reader.sink, window=reader.window, starts=starts)
+    """Chunks `q [B, Hq, n·size, d]`, the last tokens before `end`, with their lists."""
+    out, lse = chunk_attention(q, view.keys[:, :, :end], view.values[:, :, :end], listed,
+                               size=q.shape[2] // listed.shape[1], scale=view.scale, sink=reader.sink,
+                               window=reader.window, starts=starts)
     if view.sinks is not None:
         out = add_sinks(out.transpose(1, 2), lse.transpose(1, 2), view.sinks)[0].transpose(1, 2)
     return out
 
 
 def _contiguous(
-    past: LayerView, view: LayerView, q: Tensor, end: int, listed: Tensor, starts: Tensor | None, reader: ReadsChunks,
+    view: LayerView, q: Tensor, end: int, listed: Tensor, starts: Tensor | None, reader: ReadsChunks,
 ) -> Tensor:
-    """One chunk whose keys, in order, have the positions 0, 1, 2, … (length extrapolation)."""
-    first, rope = past.keys.shape[2], needed(view.rope)
-    columns = torch.arange(first, end, device=q.device)
-    anchors = chunk_anchors(len(q), first, reader.sink, reader.window, q.device, starts)
-    tokens = torch.cat([listed[:, 0], anchors], dim=1)
-    tokens = torch.where(tokens < 0, first, tokens).sort(dim=1).values
-    used = torch.cat([tokens < first, columns >= past.regions.starts[:, None]], dim=1)
-    index = tokens.clamp(max=first - 1)[:, None].expand(-1, view.num_kv_heads, -1)
-    keys, values = (torch.cat([gather_rows(x[:, :, :first], index), x[:, :, first:end]], dim=2)
-                    for x in (view.keys, view.values))
-    new = torch.arange(keys.shape[2], device=q.device)
-    keys = rope.turn(keys, torch.cat([index, columns.expand(*index.shape[:2], -1)], dim=2), new)
-    return dense_attention(rope.turn(q, columns, new[-len(columns):]), keys, values, scale=view.scale,
-                           key_mask=None if bool(used.all()) else used, sinks=view.sinks)
+    """The same with the keys that a chunk reads, in order, at positions 0, 1, 2, … (length extrapolation)."""
+    size, rope = q.shape[2] // listed.shape[1], needed(view.rope)
+    outs = []
+    for first, part, chosen in zip(range(end - q.shape[2], end, size), q.split(size, dim=2), listed.unbind(1),
+                                   strict=True):
+        columns = torch.arange(first, first + size, device=q.device)
+        anchors = chunk_anchors(len(q), first, reader.sink, reader.window, q.device, starts)
+        tokens = torch.cat([chosen, anchors], dim=1)
+        tokens = torch.where(tokens < 0, first, tokens).sort(dim=1).values
+        used = torch.cat([tokens < first, columns >= view.regions.starts[:, None]], dim=1)
+        index = tokens.clamp(max=first - 1)[:, None].expand(-1, view.num_kv_heads, -1)
+        keys, values = (torch.cat([gather_rows(x[:, :, :first], index), x[:, :, first:first + size]], dim=2)
+                        for x in (view.keys, view.values))
+        new = torch.arange(keys.shape[2], device=q.device)
+        keys = rope.turn(keys, torch.cat([index, columns.expand(*index.shape[:2], -1)], dim=2), new)
+        outs.append(dense_attention(rope.turn(part, columns, new[-size:]), keys, values, scale=view.scale,
+                                    key_mask=None if bool(used.all()) else used, sinks=view.sinks))
+    return torch.cat(outs, dim=2)

@@ -152,7 +152,7 @@ for _row in (
     SelectorRow("topk", "selectors.topk:TopK", "the best-scoring tokens, by scoring all",
                 "top-k paper §3; completion paper §4.1", label="exact top-k", colour="#0072B2", lane="exact",
                 usual=True, diagnosed=True, demo_words="the best {budget} (exact top-k)"),
-    SelectorRow("faiss", "baselines.faiss:FaissTopK", "nearest neighbours in a Faiss index in CPU memory",
+    SelectorRow("faiss", "baselines.faiss:FaissTopK", "nearest neighbours in a Faiss index",
                 "top-k paper §3"),
     SelectorRow("router", "selectors.router:Router", "the tokens of the best buckets", "Saap §4", colour="#D55E00",
                 lane="own", needs=("router",), default=True, usual=True, diagnosed=True, served=True, demo_budget=0.05,

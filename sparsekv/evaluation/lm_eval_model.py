@@ -71,6 +71,7 @@ def _make() -> Any:
             over a densely read context; contexts that are alike are read once."""
             if self.dense or self.rolling:
                 return super()._loglikelihood_tokens(requests, disable_tqdm, override_bs)
+            from sparsekv.evaluation.likelihoods import likelihoods
             from sparsekv.runtime.plan import RunOptions
 
             alike: dict[tuple[int, ...], list[int]] = {}
@@ -82,13 +83,8 @@ def _make() -> Any:
                 for context, numbers in alike.items():
                     read = torch.tensor([context[:-1]], device=self.device)
                     cache = attachment.prefill(read) if len(context) > 1 else attachment.cache()
-                    for number in numbers:
-                        answer = requests[number][2]
-                        ids = torch.tensor([[context[-1], *answer[:-1]]], device=self.device)
-                        logits = self.model(ids, past_key_values=cache.fork()).logits[0].float().log_softmax(-1)
-                        wanted = torch.tensor(answer, device=logits.device)
-                        greedy = bool((logits.argmax(-1) == wanted).all())
-                        found[number] = float(logits.gather(1, wanted[:, None]).sum()), greedy
+                    judged = likelihoods(self.model, cache, context[-1], [requests[n][2] for n in numbers])
+                    for number, found[number] in zip(numbers, judged, strict=True):
                         if requests[number][0] is not None:
                             self.cache_hook.add_partial("loglikelihood", requests[number][0], found[number])
                         bar.update(1)

@@ -62,9 +62,9 @@ from sparsekv.kernels.bucket_sums import (
     launch_against,
     launch_bucket_sums,
 )
-from sparsekv.kernels.chunk_attention import chunk_attention_reference, gathered_attention
+from sparsekv.kernels.chunk_attention import chunk_attention_reference, launch_chunk_attention
 from sparsekv.kernels.completion import factored_reference, launch_factored, launch_query, phi_query_reference
-from sparsekv.kernels.dense import add_attention_reference, launch_add, splits
+from sparsekv.kernels.dense import add_attention_reference, launch_add
 from sparsekv.kernels.features import (
     BESIDE_BYTES,
     key_features,
@@ -667,17 +667,16 @@ def check_added(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None
 
 
 def check_chunk_attention(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
-    """cuDNN's way against plain torch, where it is there. shape: query heads, KV heads, head dimension, tokens, queries
-    of the chunk, listed tokens."""
-    heads_q, heads, dim, length, count, listed = shape
-    if not splits(dtype, heads_q, heads, dim, torch.device(device)):
-        pytest.skip("cuDNN does not take it")
+    """Chunks of `size` tokens, the last ones of all, against plain torch. shape: query heads, KV heads, head dimension,
+    tokens, chunks, size, listed places, some of them without a token."""
+    heads_q, heads, dim, length, chunks, size, listed = shape
     torch.manual_seed(length)
-    q = torch.randn(2, count, heads_q, dim, device=device).to(dtype).transpose(1, 2)
+    q = torch.randn(2, chunks * size, heads_q, dim, device=device).to(dtype).transpose(1, 2)
     k, v = (torch.randn(2, heads, length + 3, dim, device=device).to(dtype)[:, :, :length] for _ in range(2))
-    tokens = torch.rand(2, heads, length - count, device=device).argsort(-1)[..., :listed].sort(-1).values.int()
-    truth = chunk_attention_reference(q.double(), k.double(), v.double(), tokens, scale=dim**-0.5)
-    agree(gathered_attention(q, k, v, tokens, scale=dim**-0.5), truth, LIMITS[dtype], "gathered")
+    lists = torch.rand(2, chunks, length - chunks * size, device=device).argsort(-1)[..., :listed].int()
+    lists[1, -1, ::3] = -1
+    truth = chunk_attention_reference(q.double(), k.double(), v.double(), lists, size=size, scale=dim**-0.5)
+    agree(launch_chunk_attention(q, k, v, lists, size=size, scale=dim**-0.5), truth, LIMITS[dtype], "chunks")
 
 
 def buckets_of(s: Step, number_of_buckets: int) -> tuple[BucketSums, KeyBuckets]:

@@ -43,6 +43,7 @@ from sparsekv.kernels import block_attention_triton as ba
 from sparsekv.kernels import bucket_mass_triton as bm
 from sparsekv.kernels import bucket_query_triton as bq
 from sparsekv.kernels import bucket_sums_triton as bs
+from sparsekv.kernels import chunk_attention_triton as ca
 from sparsekv.kernels import codes_triton as ec
 from sparsekv.kernels import completion_triton as c
 from sparsekv.kernels import dense_triton as da
@@ -101,7 +102,7 @@ OWN: dict[Any, dict[str, str]] = {
     bm.bucket_mass_kernel: {"out": "*fp32", "buckets": "i32"},
     bq.bucket_query_kernel: {"means": "half", "features": "half", "counts": "*fp32"},
     am.merge_kernel: {"out": "*fp32"}, ba.score_kernel: {"out": "*fp32"},
-    **{kernel: {"lists": "*i32"} for kernel in (ba.list_kernel, ba.block_kernel)},
+    **{kernel: {"lists": "*i32"} for kernel in (ba.list_kernel, ba.block_kernel, ca.chunk_kernel)},
     ec.encode_kernel: {"codes": "*i8", "maps": "*fp32", "centre": "*fp32"}, sk.prepare_kernel: {"maps": "*fp32"},
     se.follow_kernel: {"slots": "*i64", **dict.fromkeys("lengths starts table".split(), "*i32"), "unsorted": "*i1",
                        "tokens": "i32"},
@@ -141,7 +142,7 @@ STRUCTS: dict[Any, dict[str, Any]] = {
     ftt.features_kernel: {"k": tokens("half"), "maps": MAP},
     ftt.join_kernel: {n: PhiCache(*["*fp32"] * 3) for n in ("parts", "found")},
     ba.score_kernel: {n: tokens("half") for n in ("q", "k")},
-    ba.block_kernel: {n: tokens("half") for n in ("q", "k", "v", "o")},
+    **{kernel: {n: tokens("half") for n in ("q", "k", "v", "o")} for kernel in (ba.block_kernel, ca.chunk_kernel)},
     da.add_kernel: {**{n: tokens("half") for n in ("o", "more")}, "more_lse": "*fp32"},
     r.runs_kernel: {"run": RUN}, sk.prepare_kernel: {"run": RUN, "q": heads("half")},
     sk.score_all_kernel: {"q": heads("half")},
@@ -251,8 +252,9 @@ def block_kernels(build: Callable[..., None], dim: int, half: str, capability: i
           (capability,), stages=how.stages, most=room, spill=SPILLED)
     launch = every.attention_launch(dim * size, room)
     assert launch is not None
-    build(ba.block_kernel, {"DIM": dim, "WIDTH": dim, "BLOCK": every.BLOCK, "KEYS": launch.keys}, launch.warps, half,
-          (capability,), stages=launch.stages, most=room, spill=SPILLED)
+    for kernel in (ba.block_kernel, ca.chunk_kernel):
+        build(kernel, {"DIM": dim, "WIDTH": dim, "BLOCK": every.BLOCK, "KEYS": launch.keys}, launch.warps, half,
+              (capability,), stages=launch.stages, most=room, spill=SPILLED)
 
 
 def builds() -> list[Build]:

@@ -127,10 +127,3 @@ def test_a_usual_step_does_not_wait_for_the_device() -> None:
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert lanes.sparse.tolist() == [True]
-
-
-@DTYPES
-@pytest.mark.parametrize("shape", [(4, 2, 64, 3333, 1000, 777), (32, 8, 128, 6000, 2048, 1000),
-                                   (7, 1, 80, 900, 1, 640), (2, 2, 256, 700, 700, 0)], ids=str)
-def test_attention_of_a_chunk_by_cudnn(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    checks.check_chunk_attention(shape, dtype, DEVICE)

@@ -83,6 +83,17 @@ def test_beam_search_and_prompt_lookup_equal_the_plain_model():
             assert torch.equal(model.generate(ids, max_new_tokens=12, do_sample=False, **options), plain)
 
 
+def test_a_prefix_that_is_read_whole_is_saved_too(tmp_path):
+    """Nothing lies between its sink and its window, so that the estimate is of an empty sum."""
+    model, ids = make_model(), prompt(90)
+    router, phi = artifacts(model)
+    with attach(model, router=router, phi=phi, token_budget=12, window_size=100) as attachment:
+        cache = attachment.prefill(ids[:, :80])
+        want = step(model, ids[:, 80:81], cache.fork())
+        attachment.save_prefix(cache, tmp_path / "prefix")
+        torch.testing.assert_close(step(model, ids[:, 80:81], attachment.load_prefix(tmp_path / "prefix")), want)
+
+
 def test_a_prefix_is_saved_and_loaded(tmp_path):
     model, ids = make_model(), prompt(90)
     router, phi = artifacts(model)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import replace
 
 import pytest
@@ -11,10 +10,10 @@ import torch
 from tiny import attach, make_model, prompt
 from views import make_view
 
+from sparsekv.core import prefill
 from sparsekv.core.prefill import prefill_chunks
 from sparsekv.core.regions import Regions
 from sparsekv.core.selectors import SELECTORS
-from sparsekv.kernels import chunk_attention
 from sparsekv.util.errors import SparseKVError
 
 SINK, WINDOW, CHUNK, BUDGET = 3, 10, 16, 12
@@ -75,6 +74,23 @@ def test_every_chunk_attends_to_what_its_mean_query_selects(case, options, count
     torch.testing.assert_close(found.double(), want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("how", ["soft", "topk"])
+def test_chunks_select_together_what_each_selects_alone(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an odd last chunk, a budget that grows, and room for the votes of two chunks. Hard votes have ties."""
+    view = make_view(length=90, batch=2, sink=SINK)[0]
+    query = torch.randn(2, 4, 70, 8, generator=torch.Generator().manual_seed(4)) * 1.5
+    reader = SELECTORS["token_select"](token_budget=0.2, prefill_chunk=CHUNK, vote=how).reader(SINK, WINDOW)
+    monkeypatch.setattr(prefill, "MOST_VOTES", 2 * 4 * 2 * 4 * 90)
+    found = prefill_chunks(view, query, reader)
+    alone = []
+    for at in range(0, 70, CHUNK):
+        end = 20 + min(at + CHUNK, 70)
+        part = replace(view, keys=view.keys[:, :, :end], values=view.values[:, :, :end],
+                       regions=Regions.at_prefill_end(view.regions.starts, end, SINK, WINDOW))
+        alone.append(prefill_chunks(part, query[:, :, at:at + CHUNK], reader))
+    torch.testing.assert_close(found, torch.cat(alone, dim=2), rtol=1e-4, atol=1e-5)
+
+
 def test_what_reads_a_prompt_reads_it_in_chunks() -> None:
     view = make_view(length=90, sink=SINK)[0]
     query = torch.randn(1, 4, 60, 8, generator=torch.Generator().manual_seed(4))
@@ -82,31 +98,6 @@ def test_what_reads_a_prompt_reads_it_in_chunks() -> None:
     want = prefill_chunks(view, query, reader)
     view.regions = Regions.at_prefill_end(view.regions.starts, 90, 0, 0)  # their starts count alone
     assert reader.shortest == 0 and all(torch.equal(reader.read(view, query, after=n), want) for n in (0, 90))
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the device has what stands in here")
-@pytest.mark.parametrize("batch", [1, 2])
-def test_a_prompt_by_gathered_rows(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The way of a GPU that has cuDNN's kernel, for which plain attention stands here."""
-    calls = []
-
-    def attention(q, k, v, scale, *, causal):
-        calls.append(causal)
-        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-        scores = q @ k.mT * scale
-        if causal:
-            scores = scores.masked_fill(torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1), float("-inf"))
-        return scores.softmax(-1) @ v, scores.logsumexp(-1)
-
-    view = make_view(length=90, batch=batch, sink=SINK)[0]
-    query = torch.randn(batch, 4, 90, 8, generator=torch.Generator().manual_seed(4)) * 1.5
-    reader = SELECTORS["token_select"](token_budget=BUDGET, prefill_chunk=CHUNK).reader(SINK, WINDOW)
-    want = prefill_chunks(view, query, reader)
-    module = sys.modules[chunk_attention.__module__]
-    for name, value in (("on_device", lambda x: True), ("splits", lambda *shape: True), ("cudnn_attention", attention)):
-        monkeypatch.setattr(module, name, value)
-    torch.testing.assert_close(prefill_chunks(view, query, reader), want, rtol=1e-4, atol=1e-5)
-    assert set(calls) == {True, False}
 
 
 @pytest.mark.gpu

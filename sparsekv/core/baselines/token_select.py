@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -11,8 +11,9 @@ from torch import Tensor
 from sparsekv.core.layer import LayerView, Queries, Selection, needed
 from sparsekv.core.prefill import prefill_chunks
 from sparsekv.core.selectors.base import ReadsPrompts, Selector
-from sparsekv.core.selectors.topk import group_scores, key_bytes, mask_mid, top_tokens
+from sparsekv.core.selectors.topk import key_bytes, top_tokens
 from sparsekv.kernels import soft_vote
+from sparsekv.kernels.launch import wide_product
 from sparsekv.util.config import option
 from sparsekv.util.errors import check_choice
 
@@ -99,23 +100,29 @@ class TokenSelect(Selector):
                 self.hits += 1
                 tokens = self.cached_tokens
         if tokens is None:
-            tokens = self.choose(view, q)
+            tokens = self.choose(view, q, view.regions.mid_first, view.regions.mid_last)
             if reuse is not None and self.cached_tokens is not None and self.cached_tokens.shape == tokens.shape:
                 tokens = torch.where(reuse[:, None, None], self.cached_tokens, tokens)
                 flat = torch.where(reuse[:, None], self.cached_query, flat)  # type: ignore[arg-type]
             self.cached_query, self.cached_tokens = flat, tokens
         return Selection(tokens=queries.per_query(tokens), contiguous=self.extrapolate)
 
-    def choose(self, view: LayerView, q: Tensor) -> Tensor:
-        """The tokens that queries `[B, Hq, 1, d]` read, `[B, 1, K]` padded with -1; with `extrapolate` they have RoPE
-        removed."""
-        keys = view.keys_pre(0, view.length) if self.extrapolate else view.keys
+    def choose(self, view: LayerView, q: Tensor, first: Tensor, last: Tensor) -> Tensor:
+        """The tokens from `first` to `last`, `[B·n]` each, that queries `[B, Hq, n, d]` read, `[B·n, 1, K]` padded with
+        -1; with `extrapolate` they have RoPE removed."""
+        keys = view.keys_pre(0, view.keys.shape[2]) if self.extrapolate else view.keys
+        place = torch.arange(keys.shape[2], device=q.device)
+        outside = ((place < first[:, None]) | (place >= last[:, None]))[:, None]
         if self.vote == "soft":
-            first, last = view.regions.mid_first, view.regions.mid_last
-            votes = soft_vote(q[:, :, 0], keys, first, last, scale=view.scale if self.scaled else 1.0)
-            return top_tokens(mask_mid(view, votes[:, :, None]), self.budget, self.widest)
-        scores = group_scores(replace(view, keys=keys), q).transpose(2, 3).flatten(1, 2)
-        return top_tokens(vote(scores, self.budget, self.widest, self.vote), self.budget, self.widest)
+            votes = soft_vote(q.transpose(1, 2).flatten(0, 1), keys, first, last,
+                              scale=view.scale if self.scaled else 1.0).masked_fill_(outside, float("-inf"))[:, :, None]
+        else:
+            by_head = q.unflatten(1, (view.num_kv_heads, -1)).flatten(0, 1).flatten(1, 2).to(keys.dtype)
+            scores = wide_product(by_head, keys.flatten(0, 1).mT) * view.scale
+            scores = scores.view(len(q), view.num_query_heads, q.shape[2], -1).transpose(1, 2).flatten(0, 1)
+            scores = scores.masked_fill(outside, float("-inf"))[:, :, None]
+            votes = vote(scores, self.budget, self.widest, self.vote)
+        return top_tokens(votes, self.budget, self.widest)
 
     def statistics(self) -> dict[str, float]:
         """Share of steps that reused the cached selection."""
@@ -143,11 +150,15 @@ class PromptReader:
     def read(self, view: LayerView, query: Tensor, *, after: int = 0) -> Tensor:
         return prefill_chunks(view, query, self)
 
-    def listed(self, past: LayerView, q: Tensor) -> Tensor | None:
-        self.selector.prepare(past)
-        if not bool((past.regions.mid_sizes > self.selector.budget).any()):
-            return None
-        first = past.keys.shape[2]
+    def selects(self, view: LayerView) -> Tensor:
+        self.selector.prepare(view)
+        return view.regions.mid_sizes > self.selector.budget
+
+    def listed(self, view: LayerView, q: Tensor, firsts: Tensor) -> Tensor:
+        self.selector.prepare(view)
         if self.extrapolate:
-            q = needed(past.rope).unrotate(q, torch.arange(first, first + q.shape[2], device=q.device))
-        return self.selector.choose(past, q.mean(2, keepdim=True))
+            q = needed(view.rope).unrotate(q, firsts[0] + torch.arange(q.shape[2], device=q.device))
+        moved = (view.length - firsts).repeat(len(q))
+        tokens = self.selector.choose(view, q.unflatten(2, (len(firsts), -1)).mean(3), view.regions.mid_first - moved,
+                                      view.regions.mid_last - moved)
+        return tokens.view(len(q), len(firsts), -1)

@@ -86,7 +86,8 @@ def save_prefix(
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # what lies in CPU memory may be on its way there
     tensors = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
-    check_finite(tensors, "this cache", "the model overflowed; prefill it with the model in bfloat16 or float32")
+    check_finite(_read_from(tensors), "this cache",
+                 "the model overflowed; prefill it with the model in bfloat16 or float32")
     write_tensors(Path(path), tensors, {"sparsekv": json.dumps({**meta, "sha256": digest(meta, tensors)})})
 
 
@@ -124,7 +125,7 @@ def load_prefix(
     meta = parse_object(text, where)
     check_version(meta.get("format_version"), FORMAT_VERSION, where)
     check_digest(meta, tensors, where)
-    check_finite(tensors, where, "make it again")
+    check_finite(_read_from(tensors), where, "make it again")
     record = from_record(PrefixRecord, meta, where)
     check_model_record(record.model, where)
     check_fingerprint(record.model, fingerprint, where)
@@ -149,6 +150,12 @@ def load_prefix(
         table.append(cos.to(device), sin.to(device), 0)
     cache.built = built
     return cache
+
+
+def _read_from(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Keys, values, queries and tables. What was built of them has infinite shifts where a prefix has nothing between
+    sink and window."""
+    return {name: tensor for name, tensor in tensors.items() if ".built" not in name}
 
 
 def maker(decoding: Decoding) -> dict[str, Any]:
