@@ -20,7 +20,7 @@ ALLOWED = {"kernels": ("kernels", "util.errors"),
            "util": ("util",)}
 """What these leaves import of the package, and nothing else."""
 LAZY = ("triton", "faiss", "lightning", "lm_eval", "datasets", "matplotlib")
-DOORS = ("__main__", "cli", "capture.command", "trainers.pipeline", "trainers.estimate", "evaluation.demo",
+DOORS = ("__main__", "cli", "trainers.pipeline", "trainers.estimate", "evaluation.demo",
          "evaluation.demo_report", "util.doctor", "artifacts.inspection")
 """The commands, which put stages together; nothing else imports them."""
 TRANSFORMERS = {

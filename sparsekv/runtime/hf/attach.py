@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -42,7 +42,7 @@ from sparsekv.runtime.process import usual_defaults
 from sparsekv.util.config import whole
 from sparsekv.util.errors import SparseKVError
 
-__all__ = ["Attachment", "RunOptions", "SparseConfig", "SparsePrompts", "attach", "writing"]
+__all__ = ["Attachment", "RunOptions", "SparseConfig", "SparsePrompts", "attach"]
 
 
 @usual_defaults()
@@ -79,15 +79,6 @@ def attach(
             check_all_bits(artifact.config.model, model, name)
     decoding = make_decoding(model, modules, config, router=router, phi=phi)
     return Attachment(model, modules, decoding, RunOptions() if run is None else run)
-
-
-@contextlib.contextmanager
-def writing(model: nn.Module, room: int) -> Iterator[Callable[[Tensor], Tensor]]:
-    """A model that writes with full attention, `room` tokens at most: for the time of the block, a function from the
-    next tokens `[B, n]` to logits `[B, 1, V]` of what follows all so far, overwritten by the next call."""
-    with attach(model, selector="dense") as attachment:
-        cache = attachment.cache(room)
-        yield lambda ids: attachment.step(ids, cache)
 
 
 class Attachment:
