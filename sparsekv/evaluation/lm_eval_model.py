@@ -126,7 +126,7 @@ def attach_options(options: dict[str, Any]) -> dict[str, Any]:
     from sparsekv.core.selectors import SELECTORS
     from sparsekv.runtime.config import SparseConfig
 
-    known = {f.name for f in fields(SparseConfig)} | {"run", "settings", *(
+    known = {f.name for f in fields(SparseConfig)} | {"run", *(
         n for s in SELECTORS.values() for n in s.option_names())}
     unknown = sorted(set(options) - (known - {"options"}))
     if unknown:
