@@ -36,9 +36,9 @@ from benchmarks._rows import RESULTS, add_rows, row
 from benchmarks.generate import AT_ONCE, CASES, artifacts, by_model, draw, prompts, synchronize
 from sparsekv.artifacts.fingerprint import model_fingerprint
 from sparsekv.kernels import fetch_rows
+from sparsekv.runtime.decoding import load_artifacts
 from sparsekv.runtime.hf.cache import HostLayer, SparseCache
 from sparsekv.runtime.hf.storage import Growing
-from sparsekv.runtime.hf.supported import load_artifacts
 from sparsekv.util.errors import SparseKVError
 
 SHARES = {"1%": 0.01, "2%": 0.02, "5%": 0.05}

@@ -71,7 +71,7 @@ def _make() -> Any:
             over a densely read context; contexts that are alike are read once."""
             if self.dense or self.rolling:
                 return super()._loglikelihood_tokens(requests, disable_tqdm, override_bs)
-            from sparsekv.runtime.plan import RunOptions
+            from sparsekv.runtime.hf.plan import RunOptions
 
             alike: dict[tuple[int, ...], list[int]] = {}
             for number, (_, context, answer) in enumerate(requests):
