@@ -52,8 +52,8 @@ from sparsekv.artifacts.router import RouterArtifact, RouterArtifactConfig
 from sparsekv.core.sketch import code_size
 from sparsekv.kernels import Sketch
 from sparsekv.models.feature_map import CentredMap, FeatureMap, FeatureMaps
+from sparsekv.runtime.decoding import load_artifacts
 from sparsekv.runtime.hf.cache import SparseCache, SparseLayer
-from sparsekv.runtime.hf.supported import load_artifacts
 from sparsekv.trainers.options import DEFAULT
 from sparsekv.trainers.phi import RECIPES
 

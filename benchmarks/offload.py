@@ -42,9 +42,9 @@ from benchmarks._rows import RESULTS, add_rows, row
 from benchmarks.generate import AT_ONCE, artifacts, by_model, draw, prompts, synchronize
 from sparsekv.artifacts.fingerprint import model_fingerprint
 from sparsekv.kernels import fetch_rows
+from sparsekv.runtime.decoding import load_artifacts
 from sparsekv.runtime.hf.cache import HostLayer, SparseCache
 from sparsekv.runtime.hf.storage import Growing
-from sparsekv.runtime.hf.supported import load_artifacts
 from sparsekv.util.errors import SparseKVError
 from sparsekv.util.memory import free_host_memory, free_memory
 

@@ -82,7 +82,7 @@ TRAINING = ("lightning", "matplotlib")
 COMMANDS = {
     "capture": Command(
         "Run the frozen model over a corpus and store its queries, keys, values and attention statistics.",
-        "sparsekv.capture.command", "CaptureConfig", "capture",
+        "sparsekv.capture.run", "CaptureConfig", "run_capture",
         "finished documents are kept; the same command goes on (without --overwrite)"),
     "train-router": Command(
         "Train a router on a capture: buckets of keys by k-means, and the basis of their sketches.",

@@ -20,7 +20,7 @@ ALLOWED = {"kernels": ("kernels", "util.errors"),
            "util": ("util",)}
 """What these leaves import of the package, and nothing else."""
 LAZY = ("triton", "faiss", "lightning", "lm_eval", "datasets", "matplotlib")
-DOORS = ("__main__", "cli", "capture.command", "trainers.pipeline", "trainers.estimate", "evaluation.demo",
+DOORS = ("__main__", "cli", "trainers.pipeline", "trainers.estimate", "evaluation.demo",
          "evaluation.demo_report", "util.doctor", "artifacts.inspection")
 """The commands, which put stages together; nothing else imports them."""
 TRANSFORMERS = {
@@ -59,6 +59,10 @@ def imports(path: Path, *, top_only: bool = False) -> list[str]:
     return names
 
 
+ROOMS = ("cli", "evaluation", "trainers", "runtime", "capture", "artifacts", "models", "core", "kernels", "util")
+"""The nine rooms below the command line; each imports those behind it alone."""
+
+
 def inside(name: str, package: str) -> bool:
     return name == package or name.startswith(f"{package}.")
 
@@ -87,7 +91,7 @@ def test_data_moves_to_the_right(path: Path) -> None:
         if is_leaf(me):
             assert stage is None, f"the leaf {me} imports the stage {stage} ({name})"
         elif stage is not None and stage != stage_of(me):
-            decodes = stage_of(me) in ("evaluation", "serving")
+            decodes = stage_of(me) == "evaluation"
             allowed = me == "__init__" or me == "" or (decodes and stage == "runtime")
             assert allowed, f"the stage file {me} imports the stage {stage} ({name})"
 
@@ -111,6 +115,35 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:
         pytest.fail(f"a circle of imports: {' <- '.join(error.args[1])}")
+
+
+def picture() -> str:
+    """A line a room: the rooms that its files import, the commands left out, which put rooms together by name."""
+    from sparsekv.cli import COMMANDS
+
+    found: dict[str, set[str]] = {room: set() for room in ROOMS}
+    found["cli"] = {row.module.split(".")[1] for row in COMMANDS.values()}
+    for path in FILES:
+        me = module_of(path)
+        if me.partition(".")[0] in ROOMS[1:] and not any(inside(me, door) for door in DOORS):
+            found[me.partition(".")[0]] |= {n.split(".")[1] for n in imports(path) if n.startswith("sparsekv.")}
+    for place, room in enumerate(ROOMS):
+        found[room] &= {*ROOMS} - {room}
+        above = found[room] - {*ROOMS[place:]}
+        assert not above, f"{room} imports {', '.join(above)}, which lies above it"
+    return "\n".join(f"{room:<10} → {' '.join(r for r in ROOMS if r in found[room])}".rstrip(" →") for room in ROOMS)
+
+
+def test_no_room_imports_upwards_and_the_page_has_the_picture() -> None:
+    page = (ROOT.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
+    assert f"```\n{picture()}\n```" in page, picture()
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if inside(module_of(p), "runtime")], ids=module_of)
+def test_the_adapters_do_not_know_each_other_nor_the_runtime_them(path: Path) -> None:
+    others = [a for a in ("runtime.hf", "runtime.vllm") if not inside(module_of(path), a)]
+    known = [n for n in imports(path) if any(inside(n, f"sparsekv.{other}") for other in others)]
+    assert not known, f"{module_of(path)} imports {', '.join(known)}"
 
 
 @pytest.mark.parametrize("path", FILES, ids=module_of)

@@ -41,9 +41,6 @@ class CaptureConfig:
     special_tokens: bool = option(
         False, group=TEXT, help="Read the text of special tokens, such as <|im_end|>, as these tokens; without it it "
                                 "stays text.")
-    generated_documents: int = option(
-        0, group=TEXT, min=0, help="The first so many windows are text that the model writes itself, from random first "
-                                   "tokens: for feature maps that serve texts unlike the corpus [windows].")
     synthetic_documents: int = option(
         0, group=TEXT, min=0, help="So many windows are synthetic text of the corpus's words: records, tables, logs, "
                                    "repeated passages; for feature maps that serve texts unlike the corpus [windows].")
@@ -68,11 +65,6 @@ class CaptureConfig:
         32768, group=MACHINE, min=16, help="Tokens of a prefill chunk; bounds the activation memory [tokens].")
     overwrite: bool = option(False, group=MACHINE, help="Replace an existing store.")
 
-    @property
-    def made_documents(self) -> int:
-        """Windows that are not cut from the corpus."""
-        return self.generated_documents + self.synthetic_documents
-
     def content(self) -> dict[str, Any]:
         """The options that decide what is in the store: recorded in it, and compared when a run goes on."""
         return {k: v for k, v in asdict(self).items() if k not in NOT_CONTENT}
@@ -82,10 +74,10 @@ def check_options(config: CaptureConfig) -> None:
     """Raises SparseKVError for options that no model and no corpus could satisfy."""
     check_ranges(config)
     check_choice("split", config.split, SPLITS)
-    if config.made_documents >= config.num_documents:
-        raise SparseKVError(f"--generated-documents {config.generated_documents} and --synthetic-documents "
-                            f"{config.synthetic_documents} leave none of the {config.num_documents} windows to the "
-                            "corpus; ask for fewer, or for more --num-documents")
+    if config.synthetic_documents >= config.num_documents:
+        raise SparseKVError(f"--synthetic-documents {config.synthetic_documents} leaves none of the "
+                            f"{config.num_documents} windows to the corpus; ask for fewer, or for more "
+                            "--num-documents")
     if config.sink_size + config.window_size >= config.context_length:
         raise SparseKVError(f"sink ({config.sink_size}) and window ({config.window_size}) leave no mid region in "
                             f"{config.context_length} tokens; use a longer --context-length")

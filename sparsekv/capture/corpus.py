@@ -26,7 +26,7 @@ SPLITS = ("all", "train", "heldout")
 FEW_DOCUMENTS = 10
 HELDOUT_PERCENT = 20
 SHUFFLED = 10_000
-GENERATED, SYNTHETIC = "generated", "synthetic"  # the sources of windows that no corpus holds
+SYNTHETIC = "synthetic"  # the source of windows that no corpus holds
 COLUMNS = ("text", "content", "document", "markdown")
 SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")
 PIECE, EDGE, AT_ONCE = 1 << 15, 1 << 12, 1 << 20
@@ -55,11 +55,10 @@ class Document:
         """The text, `PIECE` characters at a time, cut before a space where there is one. Raises SparseKVError."""
         return _pieces([self.text] if self.file is None else self._read(self.file))
 
-    def tokens(self, tokenizer: Any, end: str = "", chat_template: bool = False) -> Iterator[list[int]]:
+    def tokens(self, tokenizer: Any, end: str = "") -> Iterator[list[int]]:
         """Its token ids, piece by piece, without what the tokenizer puts before a text; white space at the end of the
-        text is `end` instead, where that is any. chat_template: of the text as a user's message. Raises SparseKVError.
-        """
-        return (ids for _, ids, _ in tokenized([self], tokenizer, end, chat_template))
+        text is `end` instead, where that is any. Raises SparseKVError."""
+        return (ids for _, ids, _ in tokenized([self], tokenizer, end))
 
     def speaks(self, tokenizer: Any) -> bool:
         """Whether its text names a special token."""

@@ -17,7 +17,6 @@ from sparsekv.artifacts.hub.rotary import depends_on_length, tables_of_length
 from sparsekv.capture.config import CaptureConfig, check_options, dataset_options
 from sparsekv.capture.corpus import TokenWindow, check_corpus, make_windows, read_documents
 from sparsekv.capture.document import DocumentCapture
-from sparsekv.capture.generate import Generator, generated_windows
 from sparsekv.capture.prepare import STORE, begin_output, check_layers, check_output, check_space, choose_layers
 from sparsekv.capture.store.manifest import FORMAT_VERSION, MANIFEST, sealed
 from sparsekv.capture.store.place import Place, place
@@ -34,31 +33,22 @@ from sparsekv.util.ranks import Ranks, join
 __all__ = ["CaptureConfig", "capture_documents", "capture_window", "complete_store", "run_capture"]
 
 
-def run_capture(
-    config: CaptureConfig, *, model: Any = None, tokenizer: Any = None, generator: Generator | None = None,
-) -> CaptureStore:
+def run_capture(config: CaptureConfig, *, model: Any = None, tokenizer: Any = None) -> CaptureStore:
     """Capture `config.num_documents` windows; a run that was interrupted goes on where it stopped.
 
-    `model` and `tokenizer` are loaded by name unless given. generator: what makes the model write, for
-    `generated_documents`; the command takes the runtime's (`sparsekv.runtime.hf.attach.writing`). Raises SparseKVError
-    for bad options, a missing model, a corpus without enough text, an unsupported architecture, an existing output, or
-    a disk that is too small.
+    `model` and `tokenizer` are loaded by name unless given. Raises SparseKVError for bad options, a missing model, a
+    corpus without enough text, an unsupported architecture, an existing output, or a disk that is too small.
     """
     check_options(config)
-    if config.generated_documents and generator is None:
-        raise SparseKVError(f"generated_documents is {config.generated_documents} and nothing makes the model write; "
-                            "give run_capture(…, generator=sparsekv.runtime.hf.attach.writing)")
     store = place(config.output)
     ranks = join(config.device, config.devices)
     with contextlib.ExitStack() as held:
         if (folder := store.root) is not None:
             ranks.first_does(lambda: held.enter_context(only_writer(folder)))
-        return _capture(config, store, ranks, model, tokenizer, generator)
+        return _capture(config, store, ranks, model, tokenizer)
 
 
-def _capture(
-    config: CaptureConfig, store: Place, ranks: Ranks, model: Any, tokenizer: Any, generator: Generator | None,
-) -> CaptureStore:
+def _capture(config: CaptureConfig, store: Place, ranks: Ranks, model: Any, tokenizer: Any) -> CaptureStore:
     def check() -> None:
         check_output(store, config)
         check_corpus(config.corpus, split=config.split, text_column=config.text_column,
@@ -78,10 +68,6 @@ def _capture(
     ropes = choose_layers(config.layers, ropes, skipped)
     fingerprint = model_fingerprint(model, whole=True)
     windows = corpus_windows(config, tokenizer)
-    if generator is not None and config.generated_documents:
-        windows = ranks.first_does(lambda: generated_windows(
-            model, tokenizer, generator, length=config.context_length, count=config.generated_documents,
-            seed=config.seed)) + windows
     ranks.first_does(lambda: begin_output(store, config, fingerprint))
     ranks.all_do(_in_a_sentence(store)(lambda: capture_documents(config, ropes, model, fingerprint, windows, store,
                                                                  ranks)))
@@ -90,12 +76,12 @@ def _capture(
 
 
 def corpus_windows(config: CaptureConfig, tokenizer: Any) -> list[TokenWindow]:
-    """The windows of a capture that come from its corpus, those of its words first. Raises SparseKVError where that has
-    too little text."""
+    """The windows of a capture: synthetic ones of the corpus's words, then the corpus's own. Raises SparseKVError where
+    that has too little text."""
     windows = make_windows(
         read_documents(config.corpus, split=config.split, text_column=config.text_column,
                        dataset_options=dataset_options(config)),
-        tokenizer, length=config.context_length, count=config.num_documents - config.made_documents,
+        tokenizer, length=config.context_length, count=config.num_documents - config.synthetic_documents,
         seed=config.seed, pack=config.pack, chat_template=config.chat_template, special_tokens=config.special_tokens,
         remedy="a smaller --context-length or --num-documents" + ("" if config.pack else ", or --pack"))
     made = synthetic_windows(tokenizer, windows, length=config.context_length, count=config.synthetic_documents,

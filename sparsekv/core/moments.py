@@ -40,9 +40,9 @@ def blocks(first: Tensor, last: Tensor, edges: list[int] | None = None) -> Itera
         yield slice(a, b), inside[:, None, :, None]
 
 
-def counted(x: Tensor, inside: Tensor | None, other: float = 0.0) -> Tensor:
-    """x `[B, H, n, ...]` of one of the `blocks`, with `other` where a token does not count."""
-    return x if inside is None else x.masked_fill(~inside, other)
+def counted(x: Tensor, inside: Tensor | None) -> Tensor:
+    """x `[B, H, n, ...]` of one of the `blocks`, with zero where a token does not count."""
+    return x if inside is None else x.masked_fill(~inside, 0.0)
 
 
 def all_of(keys: Tensor) -> KeysAt:

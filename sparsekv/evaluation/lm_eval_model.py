@@ -72,7 +72,7 @@ def _make() -> Any:
             if self.dense or self.rolling:
                 return super()._loglikelihood_tokens(requests, disable_tqdm, override_bs)
             from sparsekv.evaluation.likelihoods import likelihoods
-            from sparsekv.runtime.plan import RunOptions
+            from sparsekv.runtime.hf.plan import RunOptions
 
             alike: dict[tuple[int, ...], list[int]] = {}
             for number, (_, context, answer) in enumerate(requests):
@@ -122,7 +122,7 @@ def attach_options(options: dict[str, Any]) -> dict[str, Any]:
     from sparsekv.core.selectors import SELECTORS
     from sparsekv.runtime.config import SparseConfig
 
-    known = {f.name for f in fields(SparseConfig)} | {"run", "settings", *(
+    known = {f.name for f in fields(SparseConfig)} | {"run", *(
         n for s in SELECTORS.values() for n in s.option_names())}
     unknown = sorted(set(options) - (known - {"options"}))
     if unknown:

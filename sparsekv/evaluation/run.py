@@ -255,7 +255,7 @@ def _check(config: EvalConfig) -> Checked:
     from sparsekv.core.regions import ACCOUNTINGS
     from sparsekv.evaluation.methods import check_methods, parse_methods, usual_methods
     from sparsekv.evaluation.own_tasks import check_prompts
-    from sparsekv.runtime.hf.supported import load_artifacts
+    from sparsekv.runtime.decoding import load_artifacts
     from sparsekv.util.disk import check_place
 
     tasks = task_names(config.tasks if config.tasks is not None else OWN if config.requests is None else "")

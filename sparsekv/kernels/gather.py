@@ -17,13 +17,12 @@ HASH, HIT, TOKEN = 0x9E3779B1, 1 << 31, (1 << 31) - 1
 """The multiplier of the hash of a token, and the bits of a claim."""
 
 
-def gather_rows(x: Tensor, index: Tensor, *, pinned: bool = False) -> Tensor:
+def gather_rows(x: Tensor, index: Tensor) -> Tensor:
     """Gather rows of a cache, `x[b, h, index[q, h, :]]` with `b = q // T`.
 
     Args:
         x: `[B, H, N, d]`, any strides.
         index: `[Q, H, K]`, ≥ 0.
-        pinned: into page-locked memory.
 
     Returns:
         `[Q, H, K, d]`.
@@ -39,8 +38,7 @@ def gather_rows(x: Tensor, index: Tensor, *, pinned: bool = False) -> Tensor:
     rows, columns = torch.arange(batch, device=x.device), torch.arange(heads, device=x.device)
     base = (rows[:, None] * (sb // dim) + columns * (sh // dim)).repeat_interleave(per_row, dim=0)
     place = index * (sn // dim) + base[:, :, None] if sn != dim else index + base[:, :, None]
-    out = torch.empty(index.numel(), dim, dtype=x.dtype, pin_memory=True) if pinned else None
-    return torch.index_select(flat, 0, place.reshape(-1), out=out).view(*index.shape, dim)
+    return flat.index_select(0, place.reshape(-1)).view(*index.shape, dim)
 
 
 def anchor_indices(starts: Tensor, sink_size: int, tail_starts: Tensor, lengths: Tensor) -> Tensor:

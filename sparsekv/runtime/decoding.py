@@ -1,4 +1,4 @@
-"""From the arguments of `attach` to how a model decodes: which selector and estimator every layer gets, checked."""
+"""From options to how a model decodes: its artifacts, and which selector and estimator every layer gets, checked."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import copy
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
+from sparsekv.artifacts.hub.named import find_artifacts
 from sparsekv.artifacts.phi import OUTSIDE, PhiArtifact
 from sparsekv.artifacts.router import RouterArtifact
 from sparsekv.core.estimators import ESTIMATORS, CentroidEstimator, Estimator, PhiEstimator
@@ -20,11 +22,11 @@ from sparsekv.core.selectors import SELECTORS, Selector
 from sparsekv.core.selectors.base import ReadsPrompts
 from sparsekv.runtime.break_even import DenseRule, Shape, Times, dense_rule, shortest, times_of
 from sparsekv.runtime.config import SparseConfig
-from sparsekv.runtime.hf.cache import SparseCache, SparseLayer
 from sparsekv.util.config import check_ranges, whole
 from sparsekv.util.errors import SparseKVError, check_choice
 
 MOST_BUCKETS = 65536
+ARTIFACTS: dict[str, type[RouterArtifact] | type[PhiArtifact]] = {"router": RouterArtifact, "phi": PhiArtifact}
 
 
 @dataclass(eq=False)
@@ -140,12 +142,11 @@ class Decoding:
 
 
 def make_decoding(
-    model: nn.Module, modules: dict[int, nn.Module], config: SparseConfig, *, router: RouterArtifact | None,
-    phi: PhiArtifact | None,
+    model: nn.Module, modules: dict[int, nn.Module], eligible: set[int], config: SparseConfig, *,
+    router: RouterArtifact | None, phi: PhiArtifact | None,
 ) -> Decoding:
-    """Build the decoding of a model. router, phi: loaded, in place of the config's. Raises SparseKVError for what
-    cannot work."""
-    eligible = _eligible(model, modules)
+    """Build the decoding of a model. modules: its attention, by layer; eligible: the layers that may decode sparsely;
+    router, phi: loaded, in place of the config's. Raises SparseKVError for what cannot work."""
     chosen = choose_selector(config, router)
     for artifact in (router, phi):
         if artifact is not None:
@@ -252,8 +253,30 @@ def dense_by_number(layers: Sequence[int] | None, count: int) -> set[int]:
     return {layer % count for layer in layers}
 
 
-def _eligible(model: Any, modules: dict[int, nn.Module]) -> set[int]:
-    """Layers with full softmax attention over the whole cache; `sources.families.check_family` has seen some."""
-    layers = SparseCache(model.config).layers
-    return {i for i, m in modules.items() if i < len(layers) and isinstance(layers[i], SparseLayer)
-            and getattr(m, "attn_logit_softcapping", None) is None}
+def load_artifacts(artifacts: Any, router: Any, phi: Any) -> tuple[Any, Any]:
+    """Router and feature maps, each None where there is none. artifacts: folder or name of a training, or of one of
+    them, for what is not given by itself. Raises SparseKVError."""
+    paths: dict[str, Path] = {}
+    if artifacts is not None:
+        if not isinstance(artifacts, str | Path):
+            raise SparseKVError(f"artifacts is a {type(artifacts).__name__}; expected a folder or a name on the hub, "
+                                "as user/name")
+        given = {"router": router, "phi": phi}
+        paths = find_artifacts(artifacts)
+        if not any(kind in ARTIFACTS and given[kind] is None for kind in paths):
+            raise SparseKVError(f"{str(artifacts)!r} holds {', '.join(paths)}; expected what is not given by router "
+                                "and phi")
+    return (as_artifact(paths.get("router") if router is None else router, "router"),
+            as_artifact(paths.get("phi") if phi is None else phi, "phi"))
+
+
+def as_artifact(artifact: Any, kind: str) -> Any:
+    """An artifact from its folder or by its name on the hub, or the object itself; None for None. Raises SparseKVError
+    for anything else."""
+    wanted = ARTIFACTS[kind]
+    if artifact is None or isinstance(artifact, wanted):
+        return artifact
+    if isinstance(artifact, str | Path):
+        return wanted.load(artifact)
+    raise SparseKVError(f"{kind} is a {type(artifact).__name__}; expected a {wanted.__name__} or the folder of one, "
+                        "or its name on the hub, as user/name")

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sparsekv.capture.corpus import GENERATED, SYNTHETIC
+from sparsekv.capture.corpus import SYNTHETIC
 from sparsekv.capture.store.store import CaptureStore
 from sparsekv.core.layer import needed
 from sparsekv.core.offline import Window
@@ -155,7 +155,7 @@ def split_documents(store: CaptureStore, validation: int) -> tuple[list[int], li
     cut = store.num_documents - validation
     kept = _sources(store, range(cut, store.num_documents))
     apart = [i for i in range(cut) if kept and kept.isdisjoint(_sources(store, [i]))]
-    written = sum(_sources(store, [i]) in ({GENERATED}, {SYNTHETIC}) for i in range(cut))
+    written = sum(_sources(store, [i]) == {SYNTHETIC} for i in range(cut))
     enough = 2 * (len(apart) - written) >= cut - written
     return apart if enough else list(range(cut)), list(range(cut, store.num_documents))
 

@@ -130,7 +130,7 @@ def test_a_prefix_brings_its_index_and_estimates(tmp_path, options, monkeypatch)
         attachment.save_prefix(cache, path)
         assert all(layer.state is None for layer in cache.layers)
         want = [step(model, ids[:, t:t + 1], cache) for t in range(80, 84)]
-    monkeypatch.setattr("sparsekv.runtime.begin.build_layers", lambda *given: built.append(given))
+    monkeypatch.setattr("sparsekv.runtime.hf.begin.build_layers", lambda *given: built.append(given))
     with attach(model, **{**options, "token_budget": 12}) as again:
         held = again.load_prefix(path)
         for t, one in zip(range(80, 84), want, strict=True):

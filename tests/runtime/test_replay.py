@@ -18,8 +18,8 @@ from tiny_artifacts import artifacts
 import sparsekv
 from sparsekv.core.selectors import SELECTORS as ALL
 from sparsekv.core.selectors.sketch import SketchRouter
-from sparsekv.runtime.graph import raised_by_user
 from sparsekv.runtime.hf.attach import RunOptions
+from sparsekv.runtime.hf.graph import raised_by_user
 from sparsekv.runtime.process import NOW
 from sparsekv.util.errors import SparseKVError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,11 +19,12 @@ from sparsekv.core.prefill import SparsePrompts
 from sparsekv.runtime.break_even import NEVER
 from sparsekv.runtime.config import SparseConfig
 from sparsekv.runtime.counters import NOTHING_RAN, PROMPTS_ALONE, Counters
-from sparsekv.runtime.decoding import Decoding, make_decoding
+from sparsekv.runtime.decoding import Decoding, load_artifacts, make_decoding
 from sparsekv.runtime.hf.attached import enter, leave, model_of
 from sparsekv.runtime.hf.cache import SparseCache, SparseLayer
 from sparsekv.runtime.hf.generate_hook import roomy_cache
 from sparsekv.runtime.hf.loop import Streamer, decode_loop, step_across
+from sparsekv.runtime.hf.plan import RunOptions
 from sparsekv.runtime.hf.prefix import load_prefix, save_with_index
 from sparsekv.runtime.hf.prompts import (
     check_cache_rows,
@@ -36,13 +37,12 @@ from sparsekv.runtime.hf.prompts import (
     vocabulary_of,
 )
 from sparsekv.runtime.hf.runner import Runner
-from sparsekv.runtime.hf.supported import check_cache, load_artifacts, model_within
-from sparsekv.runtime.plan import RunOptions
+from sparsekv.runtime.hf.supported import check_cache, eligible_layers, model_within
 from sparsekv.runtime.process import usual_defaults
 from sparsekv.util.config import whole
 from sparsekv.util.errors import SparseKVError
 
-__all__ = ["Attachment", "RunOptions", "SparseConfig", "SparsePrompts", "attach", "writing"]
+__all__ = ["Attachment", "RunOptions", "SparseConfig", "SparsePrompts", "attach"]
 
 
 @usual_defaults()
@@ -77,17 +77,8 @@ def attach(
     for name, artifact in (("the router", router), ("the feature maps", phi)) if all_bits else ():
         if artifact is not None:
             check_all_bits(artifact.config.model, model, name)
-    decoding = make_decoding(model, modules, config, router=router, phi=phi)
+    decoding = make_decoding(model, modules, eligible_layers(model, modules), config, router=router, phi=phi)
     return Attachment(model, modules, decoding, RunOptions() if run is None else run)
-
-
-@contextlib.contextmanager
-def writing(model: nn.Module, room: int) -> Iterator[Callable[[Tensor], Tensor]]:
-    """A model that writes with full attention, `room` tokens at most: for the time of the block, a function from the
-    next tokens `[B, n]` to logits `[B, 1, V]` of what follows all so far, overwritten by the next call."""
-    with attach(model, selector="dense") as attachment:
-        cache = attachment.cache(room)
-        yield lambda ids: attachment.step(ids, cache)
 
 
 class Attachment:

@@ -176,7 +176,7 @@ class SparseCache(Cache):
         self.rope: dict[Any, GrowingRope] = {}
         self.reserve = reserve
         self.plan: Any = None
-        """The plan of this cache's steps (`runtime/plan.py`)."""
+        """The plan of this cache's steps (`runtime/hf/plan.py`)."""
         self.prompt = 0
         """The length at which decoding begins, where that is known; 0: not."""
         self.attachment = None if attachment is None else weakref.ref(attachment)

@@ -40,9 +40,8 @@ def generate(config: GenerateConfig) -> None:
 
     from sparsekv.artifacts.hub.models import load_model
     from sparsekv.artifacts.hub.rotary import beyond_positions
-    from sparsekv.runtime.decoding import choose_selector
+    from sparsekv.runtime.decoding import choose_selector, load_artifacts
     from sparsekv.runtime.hf.attach import attach
-    from sparsekv.runtime.hf.supported import load_artifacts
 
     check_ranges(config)
     text = read_prompt(config)

@@ -17,18 +17,18 @@ from sparsekv.core.regions import Regions
 from sparsekv.core.selectors.base import ReadsPrompts
 from sparsekv.core.step import LayerState
 from sparsekv.kernels import dense_attention
-from sparsekv.runtime.begin import AttentionSpec, begin, decodes_sparsely, to_begin
 from sparsekv.runtime.break_even import Shape, shortest
 from sparsekv.runtime.counters import Counters
 from sparsekv.runtime.decoding import Decoding
 from sparsekv.runtime.fused import Fused
-from sparsekv.runtime.graph import raised_by_user, take_step
+from sparsekv.runtime.hf.begin import AttentionSpec, begin, decodes_sparsely, to_begin
 from sparsekv.runtime.hf.cache import HostLayer, SparseCache, SparseLayer
+from sparsekv.runtime.hf.graph import raised_by_user, take_step
 from sparsekv.runtime.hf.model_pass import why_not_planned
 from sparsekv.runtime.hf.offload import HostView, read
+from sparsekv.runtime.hf.plan import Plan, RunOptions
 from sparsekv.runtime.hf.sliding import SlidingLayer
 from sparsekv.runtime.hf.turns import PADDED, is_left
-from sparsekv.runtime.plan import Plan, RunOptions
 from sparsekv.runtime.warm import ROWS, Warming, full_token
 from sparsekv.util.errors import SparseKVError, first_line
 

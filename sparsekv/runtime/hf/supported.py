@@ -1,9 +1,8 @@
-"""What can be attached to: models, caches and artifacts, checked before anything is changed."""
+"""What can be attached to: models and caches, checked before anything is changed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -11,13 +10,8 @@ from transformers import PreTrainedModel
 
 from sparsekv.artifacts.hub.families import check_family
 from sparsekv.artifacts.hub.models import attention_modules
-from sparsekv.artifacts.hub.named import find_artifacts
-from sparsekv.artifacts.phi import PhiArtifact
-from sparsekv.artifacts.router import RouterArtifact
-from sparsekv.runtime.hf.cache import SparseCache
+from sparsekv.runtime.hf.cache import SparseCache, SparseLayer
 from sparsekv.util.errors import SparseKVError
-
-ARTIFACTS: dict[str, type[RouterArtifact] | type[PhiArtifact]] = {"router": RouterArtifact, "phi": PhiArtifact}
 
 
 def model_within(model: Any) -> Any:
@@ -82,6 +76,13 @@ def check_model(model: nn.Module) -> None:
     check_family(model)
 
 
+def eligible_layers(model: Any, modules: dict[int, Any]) -> set[int]:
+    """Find the layers with full softmax attention over the whole cache; `check_model` has seen some."""
+    layers = SparseCache(model.config).layers
+    return {i for i, m in modules.items() if i < len(layers) and isinstance(layers[i], SparseLayer)
+            and getattr(m, "attn_logit_softcapping", None) is None}
+
+
 def check_attentions(arguments: dict[str, Any], *configs: Any) -> None:
     """Raises SparseKVError where a call, or else one of the configurations, asks for the attention's weights."""
     asked = arguments.get("output_attentions")
@@ -94,32 +95,3 @@ def check_cache(cache: Any) -> None:
     if not isinstance(cache, SparseCache):
         raise SparseKVError(f"a {type(cache).__name__} has no sparse index; leave past_key_values out, or pass the "
                             "SparseCache of attachment.cache() or attachment.prefill()")
-
-
-def load_artifacts(artifacts: Any, router: Any, phi: Any) -> tuple[Any, Any]:
-    """Router and feature maps, each None where there is none. artifacts: folder or name of a training, or of one of
-    them, for what is not given by itself. Raises SparseKVError."""
-    paths: dict[str, Path] = {}
-    if artifacts is not None:
-        if not isinstance(artifacts, str | Path):
-            raise SparseKVError(f"artifacts is a {type(artifacts).__name__}; expected a folder or a name on the hub, "
-                                "as user/name")
-        given = {"router": router, "phi": phi}
-        paths = find_artifacts(artifacts)
-        if not any(kind in ARTIFACTS and given[kind] is None for kind in paths):
-            raise SparseKVError(f"{str(artifacts)!r} holds {', '.join(paths)}; expected what is not given by router "
-                                "and phi")
-    return (as_artifact(paths.get("router") if router is None else router, "router"),
-            as_artifact(paths.get("phi") if phi is None else phi, "phi"))
-
-
-def as_artifact(artifact: Any, kind: str) -> Any:
-    """An artifact from its folder or by its name on the hub, or the object itself; None for None. Raises SparseKVError
-    for anything else."""
-    wanted = ARTIFACTS[kind]
-    if artifact is None or isinstance(artifact, wanted):
-        return artifact
-    if isinstance(artifact, str | Path):
-        return wanted.load(artifact)
-    raise SparseKVError(f"{kind} is a {type(artifact).__name__}; expected a {wanted.__name__} or the folder of one, "
-                        "or its name on the hub, as user/name")

@@ -14,8 +14,7 @@ from sparsekv.core.prefill import SparsePrompts
 from sparsekv.core.registry import NONE, served
 from sparsekv.core.selectors.router import Router
 from sparsekv.runtime.config import SparseConfig
-from sparsekv.runtime.decoding import choose_selector, dense_by_number, for_layer
-from sparsekv.runtime.hf.supported import load_artifacts
+from sparsekv.runtime.decoding import choose_selector, dense_by_number, for_layer, load_artifacts
 from sparsekv.util.config import option
 from sparsekv.util.errors import SparseKVError
 

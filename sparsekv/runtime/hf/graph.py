@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparsekv.core.streams import record
-from sparsekv.runtime.plan import Plan
+from sparsekv.runtime.hf.plan import Plan
 from sparsekv.util.errors import SparseKVError, first_line
 
 PACKAGES = ("torch", "triton", "transformers", "transformers_modules", "sparsekv")
