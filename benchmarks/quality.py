@@ -53,8 +53,7 @@ from sparsekv.evaluation.tables import lane_b, table
 from sparsekv.util.pages import markdown
 from sparsekv.util.progress import progress
 
-METHODS = ",".join(["full,topk,topk+phi,router,router+phi,sketch,sketch+phi,sketch:fit=fitted,sketch:fit=fitted+phi",
-                    "streaming", *PEERS.values()])
+METHODS = ",".join(["full,topk,topk+phi,router,router+phi,sketch,sketch+phi,streaming", *PEERS.values()])
 LENGTHS, SAMPLES = [4096, 16384, 32768], [50, 50, 24]
 TAIL = 256
 """Tokens of a window of text that are scored, given all before."""

@@ -64,18 +64,46 @@ def points(method: str, budget: float, against: str = "full", case: str = "ruler
                 form=form, spread=spread)
 
 
-BEFORE = ("sketch+phi, maps of 393 kB, a tenth of the codes", "sketch+phi, maps of 393 kB")
-"""The default at 490c9fa but for its fixed basis, and its maps behind all codes."""
+KINDS, KL_LENGTHS = (("text", "text"), ("RULER", "ruler")), (16_384, 32_768, 65_536)
+KL_METHODS = ("full", "topk", "topk+phi", "topk+centroid", "sketch", "sketch+phi", "sketch:fit=fixed+phi",
+              "sketch+centroid", "token_select", "quest", "lfps:alpha=0.1:fills=true")
+
+
+def kl_case(task: str, length: int) -> str:
+    return f"{MODEL}:{task}@{length}"
+
+
 QUALITY = Page(
-    "Quality", "Points are RULER's, of 100, minus full attention's on the same prompts. ± is half the 95 % bootstrap "
+    "Quality", "KL tells methods apart that points cannot: scores of a hundred prompts are known to a few points. "
+    "Points are RULER's, of 100, minus full attention's on the same prompts. ± is half the 95 % bootstrap "
     "interval. A budget is the share of the context that a query retrieves. Prompts are read with full attention, and "
     "layer 0 keeps it. The model is Qwen2.5-Coder-1.5B-Instruct (1.5B), Q4_K_M, run in bfloat16; its router and maps "
     "were trained on 24 windows of 16k tokens of speeches, six of them synthetic. “–” was not measured.", [
+        Table("KL to full attention, 1 %", "kl", {"method": "method"}, [
+            *(Cell(f"{words}, {length // 1024}k", {"case": kl_case(task, length)}, "{:.4f}", spread="±")
+              for words, task in KINDS for length in KL_LENGTHS),
+            Cell("points, 16k", real("ruler@16384", **FULL), "{:+.1f}", spread="±", rows="real")],
+              {"metric": "kl", "budget": 0.01, "method": KL_METHODS},
+              "KL(full ‖ method) of the next token [nats/token], along the text or full attention's answer to RULER's "
+              "tasks; less is better. Router and maps are of windows of the prompts' length, sketches are fitted to "
+              "the request; 64k is by YaRN. Of RULER those six tasks that need no download. Points are those of "
+              "RULER below.", curves="kl"),
+        Table("KL of one method over another's, 1 %", "kl", {"method": "method", "against": "over that of"}, [
+            Cell(f"{words}, {length // 1024}k", {"case": kl_case(task, length)}, "{:.2f}", spread="to")
+            for words, task in KINDS for length in KL_LENGTHS],
+              {"metric": "kl_ratio", "budget": 0.01, "method": KL_METHODS, "against": (
+                  "topk+phi", "sketch+phi", "sketch+centroid")},
+              "Ratios are paired by prompt, with 95 % intervals: below 1 the method is nearer to full attention."),
+        Table("The likeliest token is full attention's, 1 %", "kl", {"method": "method"}, [
+            *(Cell(f"{words}, {length // 1024}k", {"case": kl_case(task, length)}, "{:.1f} %")
+              for words, task in KINDS for length in KL_LENGTHS),
+            *(Cell(f"prompts, {words}, {length // 1024}k", {"case": kl_case(task, length)}, "{}", of="samples")
+              for words, task in KINDS for length in KL_LENGTHS)],
+              {"metric": "kl_same", "budget": 0.01, "method": KL_METHODS}),
         Table("RULER, 16k tokens", "real", {"method": "method"},
               [*by_budget(FEW, **FULL), samples(**FULL), *share(FEW)],
               real("ruler@16384", method=(*OURS, *RIVALS)),
-              "Thirteen tasks. Bytes are those that a step of a sparse layer reads, of its keys and values.",
-              chart="points to full attention"),
+              "Thirteen tasks. Bytes are those that a step of a sparse layer reads, of its keys and values."),
         Table("Another training of the same recipe", "real", {"method": "method"},
               [*by_budget((*FEW, 0.1, 0.2), **FULL), samples(0.02, **FULL)],
               real("ruler@16384", machine=H100, method=MORE)),
@@ -108,18 +136,6 @@ QUALITY = Page(
                *(Cell(f"agreement, {percent(b)}", {"metric": "agreement", "budget": b}, spread="±") for b in FEW)],
               real("ruler@16384", method=OURS),
               "In points. Agreement is the share of full attention's answer before the first character that differs."),
-        Table("KL to full attention, 1 %", "kl", {"case": "prompts", "method": "method"},
-              [Cell("KL [nats/token]", {"metric": "kl"}, "{:.4f}", spread="±"),
-               Cell("same likeliest token", {"metric": "kl_same"}, "{:.1f} %"),
-               Cell("to the default before", {"metric": "kl_ratio", "against": BEFORE[0]}, "{:.2f}", spread="to"),
-               Cell("to exact top-k + φ", {"metric": "kl_ratio", "against": "topk+phi"}, "{:.2f}", spread="to"),
-               Cell("prompts", {"metric": "kl"}, "{}", of="samples")],
-              {"case": tuple(f"{MODEL}:{t}@{n}" for n in (32768, 65536) for t in ("ruler", "text")),
-               "method": ("topk+phi", "topk+centroid", "sketch+phi", "sketch+centroid", *BEFORE)},
-              "Along full attention's answer or the text, router and maps of windows of the prompts' length, sketches "
-              "fitted to the request; 64k by YaRN. RULER is its six tasks that need no download. Ratios are paired, "
-              "with 95 % intervals. “The default before” scores a tenth of the codes and has maps of 393 kB per query "
-              "head; sketch + centroids needs no training."),
         Table("Answers of 4,096 tokens after 16k", "real", {"budget": "sketch + φ"}, [
             Cell("KL [nats/token]", {"metric": "kl"}, "{:.4f}"), Cell("same likeliest token", {"metric": "agrees"},
                                                                      "{:.1f} %", scale=100),
@@ -161,17 +177,19 @@ QUALITY = Page(
               {"task": "ruler", "length": (4096, 16384, 32768), "method": (*OURS[:3], "sketch+phi", "router",
                                                                             "router+phi")},
               "SmolLM2-135M tuned to retrieve over 32k tokens; six of RULER's tasks."),
-        Table("Other systems on the yardstick model, 2 %", "quality-rivals", {"method": "method"},
-              [Cell(f"{n // 1024}k", {"length": n, "budget": 0.02, **FULL}, "{:+.1f}", spread="±")
-               for n in (4096, 16384, 32768)],
-              {"task": "ruler", "commit": "c04f146", "method": (*OURS[:3], "sketch+phi", *RIVALS)},
-              "Maps of an earlier form."),
     ])
 
+OFFLOADED = ("coder-30k-b1", "coder-30k-b8", "8b-128k-b1", "8b-128k-b4", "8b-128k-b16", "8b-512k-b1")
+HELD = {"full": "full attention, keys on the GPU",
+        **{f"{m}-1%@gpu": f"{words}, 1 %, keys on the GPU" for m, words in (("sketch", "sketch"), ("sketch_phi",
+                                                                                                 "sketch + φ"))},
+        **{f"{m}-{b}%{more}": f"{words}, {b} %{said}" for more, said in (("", ""), ("+hot", ", hot buffer"))
+           for m, words, budgets in (("sketch", "sketch", (1,)), ("sketch_phi", "sketch + φ", (1, 2, 5)))
+           for b in budgets},
+        "full_host": "full attention, keys in CPU memory", "transformers_offloaded": "transformers' OffloadedCache"}
+"""Methods of `offload`, in words."""
 STEPS = ("32x8-8k-b1", "32x8-32k-b1", "32x8-64k-b1", "32x8-128k-b1", "32x8-512k-b1", "32x8-1M-b1", "32x8-128k-b4",
          "32x8-128k-b8", "12x2-30k-b1", "12x2-30k-b8", "12x2-30k-b24")
-DENSE = tuple(f"dense-{heads}-d128-{n}-b{b}" for heads in ("32x8", "12x2") for n in ("8k", "30k", "128k")
-              for b in (1, 8))
 TOKENS = ("8b-32k-b1", "8b-128k-b1", "8b-512k-b1", "8b-128k-b4", "8b-16k-b16", "8b-32k-b16", "coder-30k-b1",
           "coder-30k-b8", "coder-30k-b24", "coder-16k-b64", "coder-32k-b64")
 TIMED = (("full attention", "dense"), ("sketch", "sketch"), ("sketch + φ", "sketch_phi"))
@@ -206,14 +224,6 @@ SPEED = Page(
               {"metric": "us", "machine": H200, "case": STEPS}, "Heads of dimension 128, bfloat16.",
               words={c: "{} / {}, {} × {}".format(*c.split("-")[0].split("x"), c.split("-b")[1], c.split("-")[1])
                      for c in STEPS}),
-        Table("Full attention of one layer", "decode", {"case": "query / KV heads, requests × tokens"}, [
-            Cell(f"{title} [µs]", {"method": m}) for title, m in (
-                ("SDPA, flash", "sdpa_flash"), ("SDPA, cuDNN", "sdpa_cudnn"), ("FlashInfer", "flashinfer"),
-                ("own kernel", "ours"), ("reading alone", "floor"))],
-              {"metric": "us", "case": DENSE}, "Heads of dimension 128, bfloat16. “Reading alone” is the bytes of keys "
-              "and values over the memory's bandwidth.",
-              words={c: "{} / {}, {} × {}".format(*c.split("-")[1].split("x"), c.split("-b")[1], c.split("-")[3])
-                     for c in DENSE}),
         Table("First token, prompts read sparsely", "prefill", {"case": "model, requests"}, [
             Cell(f"{title} [s]", {"method": m}, "{:.2f}") for title, m in (
                 ("full attention", "dense"), ("share 0.3 (default)", "sparse@0.3"), ("0.2", "sparse@0.2"),
@@ -225,17 +235,12 @@ SPEED = Page(
               {"metric": "prompt_s", "case": ("8b-quarter-512k-b1", "8b-512k-b1")},
               words={"8b-quarter-512k-b1": "eight layers of the 8B shape, 1 × 512k"}),
         Table("Keys in CPU memory", "offload", {"case": "model, requests", "method": "method"}, [
-            Cell("ms per token", {"metric": "ms"}, "{:.1f}"), Cell("over the bus [MB/token]", {"metric": "bus_mb"},
-                                                                   "{:,.0f}"),
+            Cell("ms per token", {"metric": "ms"}), Cell("tokens/s", {"metric": "tokens_s"}, "{:.0f}"),
+            Cell("over the bus [MB/token]", {"metric": "bus_mb"}, "{:,.0f}"),
             Cell("GPU memory [GB]", {"metric": "gpu_gb"}), Cell("host memory [GB]", {"metric": "host_gb"})],
-              {"case": ("8b-128k-b1",), "method": (
-                  "full", "sketch_phi-1%@gpu", "sketch-1%", "sketch_phi-1%", "sketch_phi-2%", "sketch_phi-5%",
-                  "full_host", "transformers_offloaded")},
-              "`placement=\"offload\"`, one run; the weights of the 8B shape take 16 GB of the GPU.",
-              words={"full": "full attention, keys on the GPU", "sketch_phi-1%@gpu": "sketch + φ, 1 %, keys on the GPU",
-                     "sketch-1%": "sketch, 1 %", **{f"sketch_phi-{b}%": f"sketch + φ, {b} %" for b in (1, 2, 5)},
-                     "full_host": "full attention, keys in CPU memory",
-                     "transformers_offloaded": "transformers' OffloadedCache"}),
+              {"case": OFFLOADED, "method": tuple(HELD)},
+              "`placement=\"offload\"`, one run; the weights of the 8B shape take 16 GB of the GPU.", HELD,
+              curves="offload"),
         Table("A step of one layer on a CPU", "runtime", {"method": "selector"}, [
             Cell(f"{n} [ms]", {"case": f"cpu-{n}-8b", "metric": "us"}, "{:.2f}", scale=0.001)
             for n in ("8k", "32k", "128k")] + [Cell("128k, times SDPA", {"case": "cpu-128k-8b", "metric": "speedup"},
@@ -414,41 +419,6 @@ ONE_CORE = Table(
 PAPERS = Page(
     "The papers' settings", "What the papers' own settings give here. What each paper prints, and what differs, is on "
     "[the page of the papers](../papers.md). “The tuned SmolLM2” is SmolLM2-135M tuned to retrieve over 32k tokens.", [
-        Grid("Printed, and here", ["printed", "by the paper", "here", "of"], [
-            ["top-k: score kept at 2 % of the tokens", "95 %", kept("ruler@16384", 0.02, H100),
-             "the 1.5B, 16k, 104 prompts, H100"],
-            ["the same", "", kept("ruler@16384", 0.02), "the same prompts, H200"],
-            ["the same at 1 %", "", kept("ruler@16384", 0.01, H100), "the 1.5B, 16k, 104 prompts, H100"],
-            ["the same at 1 %", "", kept("ruler@16384", 0.01), "the same prompts, H200"],
-            ["the same at 2 %", "", kept("ruler@32768", 0.02, H100, "coder-1.5b-32k"),
-             "the 1.5B, 32k, 104 prompts, H100"],
-            ["the same at 2 %", "", kept("ruler@32768", 0.02, name="coder-1.5b-32k-more"), "the same prompts, H200"],
-            ["completion: points gained at the same k, 4k", "+4.0", Cell(
-                rows="real", where=real("ruler@4096", machine=H100, metric="difference", method="topk+phi",
-                                        against="topk", budget=0.01), form="{:+.1f}", spread="±"), "the 1.5B, 1 %, 4k"],
-            ["completion: points gained at equal worst-case budgets, 2 %", "+1.3", Cell(
-                rows="real", where=real("worst@16384", metric="difference", method="topk+phi", against="topk",
-                                        budget=0.02), form="{:+.1f}", spread="±"), "the 1.5B, 16k"],
-            ["Saap: one head, 171k tokens, 32 whole buckets [µs]", "18", micros("sparse_probes"),
-             "four query heads, one H200; an earlier kernel than the one that ships"],
-            ["the same by FlashAttention [µs]", "50", micros("sdpa_flash"), "the same"],
-            ["the same by cuDNN [µs]", "", micros("sdpa_cudnn"), "the same shape, a later run"],
-            ["the same by sketches, the default [µs]", "", micros("sparse_sketch"), "the same"],
-            ["Saap: training", "25 min a head", Cell(
-                rows="training", where={"case": "router-layer-128k", "metric": "seconds"}, form="{:.0f} s"),
-             "eight KV heads, 128k tokens, one H200"],
-            ["LFPS: a token at 128k on a CPU, times as fast", "22.8 ×", Cell(
-                rows="runtime", where={"case": "cpu-128k-8b", "method": "lfps", "metric": "speedup"}, form="{:.1f} ×"),
-             "a layer's step, 8B shape, two cores"],
-            ["LFPS: RULER, 4k", "77.8", Cell(rows="quality-rivals", where={
-                "case": "ruler@4096", "method": RIVALS[1], "budget": 0.02, "metric": "score", "commit": "c04f146"}),
-             "the tuned SmolLM2, 2 %"],
-            ["TokenSelect: a chunk over 1M tokens, times as fast", "23.84 ×", Cell(
-                rows="papers", form="{:.1f} ×", under={"method": "dense"}, where={
-                    "method": "token_select", "metric": "ms",
-                    "case": "chunk of 512 after 1048576 tokens, 32/8 heads of 128"}),
-             "8B shape, one H200"],
-        ], "Models, texts and machines differ: ours are of 135M and 1.5B parameters."),
         Table("Saap: mass that is read", "papers", {"method": "chosen by"},
               [Cell(percent(b), {"metric": f"mass_share@{b}"}, "{:.2f}") for b in (*FEW, 0.1)],
               {"case": SAAP, "method": ("topk", *(f"{m}, C = 1024, {rope} RoPE" for rope in ("without", "with")

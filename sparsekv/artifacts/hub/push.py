@@ -37,7 +37,7 @@ class PushConfig:
 
 
 class Pushed(NamedTuple):
-    """Where the artifact lies now."""
+    """Place of an artifact that was pushed."""
 
     name: str
     url: str
@@ -110,12 +110,12 @@ class OnHub:
     load: Callable[..., Any]
 
     def save_pretrained(self, save_directory: str | Path) -> None:
-        """As `save`."""
+        """Do what `save` does, under the hub's name."""
         self.save(save_directory)
 
     @classmethod
     def from_pretrained(cls, name: str | Path, *, revision: str | None = None) -> Self:
-        """As `load`."""
+        """Do what `load` does, under the hub's name."""
         return cast(Self, cls.load(name, revision))
 
     def push_to_hub(
