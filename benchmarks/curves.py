@@ -12,14 +12,14 @@ import argparse
 import io
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks._rows import RESULTS, load
-from benchmarks.pages import card
+from benchmarks.pages import card, named
 
 Lines = dict[str, list[tuple[float, float]]]
 """Points by the name of a method, in the order of its budgets."""
@@ -80,23 +80,23 @@ def panels(name: str) -> tuple[list[tuple[str, Lines]], str, str, bool]:
                 for kind, words in (("text", "text"), ("ruler", "RULER")) for length in TIMED]
         return ([p for p in made if p[1]], "ms per token, 8 requests to the 1.5B", "KL to full attention [nats/token]",
                 False)
-    from benchmarks.specs import OFFLOADED, named
+    from benchmarks.specs import OFFLOADED
 
     made = [(named(case, {}), memory_lines(case)) for case in OFFLOADED]
     return [p for p in made if len(p[1]) > 1], "GPU memory [GB]", "tokens/s", True
 
 
-def draw(axes: Any, lines: Lines, colours: Sequence[str], ink: str) -> None:
-    """Lines through the points; full attention in the colour of the text."""
-    for i, (name, points) in enumerate(lines.items()):
+def draw(axes: Any, lines: Lines, colours: Mapping[str, str]) -> None:
+    """Lines through the points, in the colours of their names."""
+    for name, points in lines.items():
         axes.plot(*zip(*points, strict=True), "o-", markersize=7, label=name, clip_on=False, zorder=3,
-                  color=ink if name.startswith(FULL) else colours[i % len(colours)])
+                  color=colours[name])
     axes.margins(x=0.2, y=0.25)
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def picture(name: str) -> bytes | None:
-    """A picture of the site as SVG, None where no rows are; two panels side by side."""
+    """A picture of the site as SVG, None where no rows are; two panels side by side, one legend."""
     import matplotlib
 
     from sparsekv.evaluation.canvas import SERIES
@@ -111,10 +111,15 @@ def picture(name: str) -> bytes | None:
         high, wide = -(-len(shown) // 2), min(len(shown), 2)
         figure, grid = pyplot.subplots(high, wide, figsize=(4.2 * wide + 1, 3.4 * high), layout="constrained",
                                        squeeze=False)
+        names = dict.fromkeys(name for _, lines in shown for name in lines)
+        colours = dict(zip(names, (LIGHT["ink"], *SERIES), strict=False))
         for axes, (title, lines) in zip(grid.flat, shown, strict=False):
-            draw(axes, lines, SERIES, LIGHT["ink"])
-            axes.set(title=title, xlabel=across, ylabel=up, xlim=(0, None), yscale="log" if logarithmic else "linear")
-            axes.legend(frameon=False, fontsize=8)
+            draw(axes, lines, colours)
+            axes.set(title=title, xlabel=across, ylabel=up, xlim=(0, None))
+            axes.set(**({"yscale": "log"} if logarithmic else {"ylim": (0, None)}))
+        handles = {label: handle for axes in grid.flat for handle, label in zip(
+            *axes.get_legend_handles_labels(), strict=True)}
+        figure.legend(handles.values(), handles, loc="outside lower center", ncols=2, frameon=False, fontsize=8)
         for axes in list(grid.flat)[len(shown):]:
             axes.axis("off")
         out = io.BytesIO()
@@ -159,7 +164,7 @@ def readme(lines: Lines, where: str, look: Mapping[str, str], path: Path) -> Pat
     with pyplot.rc_context({"svg.fonttype": "none", "svg.hashsalt": "readme", "font.size": 10, **colours}):
         figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.4), layout="constrained")
         step(left, look)
-        draw(right, lines, [look["read"]], look["ink"])
+        draw(right, lines, {name: look["ink" if name == FULL else "read"] for name in lines})
         for name, points in lines.items():
             right.annotate(name, points[-1], xytext=(0, 9), textcoords="offset points", ha="center")
         right.set(xlabel="ms per token, 8 requests of 30k tokens", ylabel="KL to full attention [nats/token]",

@@ -27,7 +27,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks._peers import PEERS
 from benchmarks._rows import RESULTS, SUFFIX, add_rows, read_rows
 
 ROOT = RESULTS.parents[1]
@@ -54,12 +53,12 @@ class Job:
         return {name for name in ("model", "text", "prompts") if f"{{{name}}}" in self.command}
 
 
-def quality(name: str, length: int, methods: str, more: str = "", after: tuple[str, ...] = ("train",)) -> list[Job]:
+def quality(name: str, length: int, methods: str, more: str = "") -> list[Job]:
     """A table of RULER at a length, in shards that share GPUs; all lengths of a name are one folder of cells."""
-    trained = " ".join(f"--{artifact} {{dir}}/train/{artifact}" for artifact in ("router", "phi")) if after else ""
     return [Job(f"{name}-{length}-{i}", "benchmarks/quality.py --model {model} --prompts {prompts} "
-                f"{trained} --batch-tokens 200000 --resume --lengths {length} --output {{dir}}/{name} "
-                f"--shard {i}/{SHARDS} --methods {methods} {more}", 1 / SHARDS, after) for i in range(SHARDS)]
+                f"--router {{dir}}/train/router --phi {{dir}}/train/phi --batch-tokens 200000 --resume "
+                f"--lengths {length} --output {{dir}}/{name} --shard {i}/{SHARDS} --methods {methods} {more}",
+                1 / SHARDS, ("train",)) for i in range(SHARDS)]
 
 
 OURS = "full,topk,topk+phi,router,router+phi,sketch,sketch+phi"
@@ -68,7 +67,6 @@ GENERATE = ("8b-128k-b1", "8b-512k-b1", "8b-128k-b4", "8b-8k-b1", "8b-32k-b1", "
 
 def all_jobs() -> list[Job]:
     """In the order in which they are begun: first what wants a GPU for itself."""
-    rivals = ",".join(("full", *PEERS.values()))
     return [
         Job("decode-steps", "benchmarks/decode.py --profile --output {out}"),
         *[Job(f"serving-{method}-{name}", f"benchmarks/serving.py --methods vllm_{method} --cases {cases} --output "
@@ -87,7 +85,6 @@ def all_jobs() -> list[Job]:
         *quality("quality", 16_384, OURS),
         *quality("quality", 32_768, OURS),
         *quality("quality", 4096, OURS),
-        *[job for length in (16_384, 32_768, 4096) for job in quality("rivals", length, rivals, after=())],
         *quality("worst", 16_384, "full,topk,topk+phi,sketch,sketch+phi",
                  "--samples 8 --accounting worst_case --budgets 0.01,0.02,0.03,0.04,0.05,0.1"),
     ]

@@ -307,17 +307,6 @@ TRAINING = Page(
             Cell("without φ", {"method": "topk"}, "{:.3f}"), Cell("with φ", {"method": "topk+phi"}, "{:.3f}")],
               {"case": "entropy@16384", "metric": "rel_err", "budget": 0.01, "windows": 24, "length": 16384,
                "steps": 2500, "text": {"prose": 18, "made": 6}, "quarter": (1, 2, 3, 4)}, "Error of exact top-k 1 %."),
-        Table("Forms of the maps", "phi-forms", {"form": "form"}, [
-            Cell("kFLOP per key", {"case": "prose@16384", "metric": "rel_err", "budget": 0.01}, "{:.0f}",
-                 of="kflop_key"), Cell("features", {"case": "prose@16384", "metric": "rel_err", "budget": 0.01}, "{}",
-                                       of="features"),
-            Cell("error, 16k", {"case": "prose@16384", "metric": "rel_err", "budget": 0.01}, "{:.4f}"),
-            Cell("error, 32k", {"case": "prose@32768", "metric": "rel_err", "budget": 0.01}, "{:.4f}"),
-            Cell("KL, 16k [nats]", {"case": "prose@16384", "metric": "kl", "budget": 0.01}, "{:.3f}")],
-              {"method": "topk+phi", "form": ("base", "shared128", "shared64", "shared64 q128", "shared64 q2blocks",
-                                              "shared64 r64", "shared48 r192", "shared32", "sep64")},
-              "Exact top-k 1 %, prose, 1,200 steps. `base` has four layers of 256 and keeps features; `shared64` has "
-              "one hidden layer of 64 in each half. `r` features, `q` the map of queries."),
         Table("Answers by training, RULER at 16k", "real", {"model": "training", "machine": "card", "method": "method"},
               [*by_budget(FEW, **FULL), samples(**FULL)],
               {"case": tuple(f"{MODEL}{m}:ruler@16384" for m in ("-prose", "-half-code", "-kept", "-published")),
@@ -426,7 +415,6 @@ PAPERS = Page(
                   "oracle", "mean_key", "centroids", "hashing")), "as published", "with RoPE")},
               "Share of the mid region's attention, three layers of the tuned SmolLM2 at 8,192 tokens.",
               words={"as published": "query model as published", "with RoPE": "query model, keys with RoPE"}),
-        SAAP_TASKS,
         Table("Completion: maps as published, error", "papers", {"method": "maps"}, [
             Cell(title, {"case": f"completion, long-model, 8192 tokens, heldout, {case}"}, "{:.3f}")
             for title, case in (("sink + tail", "sink + tail"), *((percent(b), f"topk@{b}") for b in (*FEW, 0.1)))],
@@ -453,7 +441,6 @@ PAPERS = Page(
               {"metric": "ms", "case": tuple(f"chunk of 512 after {n} tokens, 32/8 heads of 128"
                                              for n in (32768, 131072, 1048576))}),
         REUSE,
-        ONE_CORE,
         Table("LFPS: thresholds, RULER at 16k", "real", {"method": "method"}, [
             *by_budget((0.02,), **FULL), Cell("read", {"metric": "score", "budget": 0.02}, "{:.1f} %", of="read",
                                               scale=100), samples(0.02, **FULL)],
@@ -515,8 +502,8 @@ SUMMARY = Grid("", ["", "full attention", "sparsekv, untrained", "sparsekv, trai
     ["RULER, 16k, 1.5B [points]", "0", points("sketch+centroid", 0.01), points("sketch+phi", 0.01)],
 ], origin=False)
 FIRST = Text(
-    "One H200, {} of the context retrieved: a model of 8B shape takes **{} ms per token** after 128k tokens, full "
-    "attention {} ms.\nA 1.5B model loses **{} points** of RULER at 16k tokens by the same setting ({} prompts).",
+    "One H200, {} of the context retrieved: an 8B-shaped model takes **{} ms per token** after 128k tokens, full "
+    "attention {} ms.\nA 1.5B model loses **{} points** of RULER at 16k tokens at the same setting ({} prompts).",
     (Cell(rows="generate", where={"case": "8b-128k-b1", "method": "sketch_phi", "metric": "loop_ms"}, form="{:g} %",
           of="budget", scale=100),
      ms("8b-128k-b1", "sketch_phi"), ms("8b-128k-b1", "dense"),
@@ -590,13 +577,6 @@ PAPER_PAGE: dict[str, Any] = {
 """What docs/papers.md shows of each paper."""
 PLACES: dict[str, dict[str, Any]] = {
     "docs/papers.md": PAPER_PAGE,
-    "docs/train.md": {"saap": Text(
-        "That model stays below its untrained control: at 1, 2 and 5 % of 16k tokens it has {}, {} and {} points to "
-        "full attention\n(1.5B, RULER), the mean keys of the same buckets moved to the request {}, {} and {} ([rows]("
-        "papers.md#saap)).\nThe default is neither: sketches of keys, with buckets of the request.", [
-            Cell(rows="real", where=real("ruler@16384", "coder-1.5b-saap", method=f"router:scores={scores}", budget=b,
-                                         against="full", metric="difference"), form="{:+.1f}", spread="±")
-            for scores in ("mlp", "mean_key") for b in FEW])},
     "README.md": {"figures": FIRST, "summary": SUMMARY}, "docs/start.md": {"demo": Table(
         "", "demo", {"method": "what a step reads", "budget": "budget"}, [
             *(Cell(title, {"case": "perplexity@2048", "metric": metric}, form, of=of, scale=scale)

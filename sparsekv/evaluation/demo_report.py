@@ -21,10 +21,10 @@ COLUMNS = ("what a step reads", "tokens", "bytes", "found", "perplexity", "error
 CURVE_REQUESTS = 4
 READING = (
     "Every row is the same model on the same prompts. To write a token, full attention reads the keys and values of "
-    "all tokens before it; the other rows read few of them, in every layer but the first. The first tokens (sink) and the "
-    "last ones (tail) are always read. Beside these a step reads the best tokens of all (exact top-k), those of the "
-    "buckets that the trained router chooses, or those that score best by sketches, a few bytes per key (the default). "
-    "“+ φ”: trained feature maps estimate the rest.\n"
+    "all tokens before it; the other rows read few of them, in every layer but the first. The first tokens (sink) and "
+    "the last ones (tail) are always read. Beside these a step reads the best tokens of all (exact top-k), those of "
+    "the buckets that the trained router chooses, or those that score best by sketches, a few bytes per key (the "
+    "default). “+ φ”: trained feature maps estimate the rest.\n"
     "tokens: share of the context that is read.\n"
     "bytes: the same, with all that is read to choose; exact top-k reads every key for that.\n"
     "found: a seven-digit number was hidden in the text and asked for at its end.\n"

@@ -125,7 +125,8 @@ def _kl_text(found: dict[str, Any] | None) -> str:
 
 def report_tables(rows: Sequence[dict[str, Any]]) -> tuple[list[Table], list[Table]]:
     """Draw the report's tables: the distance to full attention where it was measured; a summary of the project's own
-    tasks by length, Lane A (how attention is completed, selector fixed) and Lane B (systems) of every mean; then each task."""
+    tasks by length, Lane A (how attention is completed, selector fixed) and Lane B (systems) of every mean; then each
+    task."""
     made = kl_tables(rows)
     for length in dict.fromkeys(r["length"] for r in rows if r["task"] in OWN_TASKS):
         lines = summary([r for r in rows if r["length"] == length])

@@ -32,8 +32,9 @@ class PushConfig:
                        argument=True, metavar="USER/NAME")
     private: bool = option(False, help="Make the repository private; an existing public one is refused.")
     revision: str | None = option(None, help="Branch to push to, made where there is none; without it main.")
-    message: str | None = option(None, help="Message of the commit.")
-    license: str | None = option(None, help="Licence in the page's metadata, as the hub writes it: apache-2.0, mit, …")
+    message: str | None = option(None, help="Message of the commit; without it it names the artifacts.")
+    license: str | None = option(None, help="Licence in the page's metadata, as the hub writes it: apache-2.0, mit, …; "
+                                            "without it none.")
 
 
 class Pushed(NamedTuple):
