@@ -488,8 +488,8 @@ LENGTHS = (("32k", "8b-32k-b1"), ("128k", "8b-128k-b1"), ("4 × 128k", "8b-128k-
 SUMMARY = Grid("", ["", "full attention", "sparsekv, untrained", "sparsekv, trained"], [
     *([f"ms per token, {name}, 8B shape", *(ms(case, m) for m in ("dense", "untrained", "sketch_phi"))]
       for name, case in LENGTHS),
-    ["first token, 128k, 8B shape [s]", *(
-        ms("8b-128k-b1", m, "first_token_s") for m in ("dense", "untrained", "sketch_phi"))],
+    *([words, *(ms("8b-128k-b1", m, metric) for m in ("dense", "untrained", "sketch_phi"))] for words, metric in (
+        ("first token, 128k, 8B shape [s]", "first_token_s"), ("GPU memory, 128k, 8B shape [GB]", "peak_gb"))),
     *([f"KL to full attention, {words}, 32k, 1.5B [nats/token]", "0", *(Cell(
         rows="kl", where={"case": f"{MODEL}:{kind}@32768", "method": m, "metric": "kl"}, form="{:.4f}")
         for m in ("sketch+centroid", "sketch+phi"))] for words, kind in (("RULER", "ruler"), ("text", "text"))),
