@@ -38,7 +38,7 @@ from sparsekv.evaluation.likelihoods import likelihoods
 from sparsekv.evaluation.methods import Method, parse_methods
 from sparsekv.runtime.config import SparseConfig
 from sparsekv.runtime.hf.attach import attach
-from sparsekv.runtime.plan import RunOptions
+from sparsekv.runtime.hf.plan import RunOptions
 
 ADDRESSES = "texts/addresses.jsonl.gz"
 EACH, ANSWERS = 5, 4

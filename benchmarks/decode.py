@@ -3,14 +3,13 @@ attention.
 
 `sparse*` read by the budget rule, as many tokens as 32 of 1,024 equal buckets hold (3.125 % of the mid region);
 `sparse_probes` the best 32 buckets (Saap); `sparse_sketch*` the best 1 % of the mid region by the sketches of the
-candidates that the best buckets give, 10 % of it, or of all where that reads less (`_tenth`, `_all`: one of them
+candidates that the best buckets give, a fifth of it, or of all where that reads less (`_fifth`, `_all`: one of them
 whatever the length; `_flat`: where all scores are equal). Everything runs inside CUDA
 graphs over several buffer sets, so that no figure is the cache's. First the kernels are checked against their float64
-twins. Writes the rows of `decode` (or the folder given). FlashInfer is a peer where it can be imported. `--parts`
-chooses: steps, parts (index, votes, cache), summaries (of φ). What a token costs
-in a user's hands is `benchmarks/generate.py`.
+twins. Writes the rows of `decode` (or the folder given). What a token
+costs in a user's hands is `benchmarks/generate.py`.
 
-    python benchmarks/decode.py [--output FOLDER] [--parts steps parts dense]
+    python benchmarks/decode.py [--output FOLDER] [--cases 32x8-128k-b1 ...] [--methods sparse_sketch_phi ...]
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ import copy
 import functools
 import itertools
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +30,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks._phi import random_phi
 from benchmarks._profile import print_kernels
 from benchmarks._rows import RESULTS, add_rows, row
 from sparsekv.core.estimators import PhiEstimator
@@ -40,7 +37,7 @@ from sparsekv.core.index import Buckets, RouterLayer
 from sparsekv.core.layer import LayerView, Queries, Selection
 from sparsekv.core.regions import Regions
 from sparsekv.core.selectors.router import Router
-from sparsekv.core.selectors.sketch import SketchRouter, most_by_codes
+from sparsekv.core.selectors.sketch import CANDIDATES, SketchRouter, most_by_codes
 from sparsekv.core.sketch import fit_sketch
 from sparsekv.core.step import Step, sparse_step
 from sparsekv.kernels import (
@@ -51,32 +48,21 @@ from sparsekv.kernels import (
     PhiState,
     QueryModel,
     ScoreMoments,
-    Sketch,
-    assign_buckets,
     attend,
-    attend_tokens,
-    build_index,
     encode_keys,
-    extend_index,
     factored,
     phi_sums,
     read_bound,
     round_means,
-    route_tokens,
     routing,
     sketch,
-    soft_vote,
 )
-from sparsekv.kernels.features import phi_sums_reference
-from sparsekv.kernels.indexing import assign_buckets_reference
-from sparsekv.kernels.vote import soft_vote_reference
 from sparsekv.trainers.options import DEFAULT
 from sparsekv.trainers.phi import RECIPES
 
 DIM, BUCKETS, PROBES, HIDDEN, SINK, TAIL = 128, 1024, 32, 1024, 1, 2047
 FEATURES, MAP_WIDTH, KEY_UNITS = RECIPES[DEFAULT].features, RECIPES[DEFAULT].width, 2 * RECIPES[DEFAULT].key_width
-SKETCH_BYTES, SKETCH_WIDE, SKETCH_BUDGET, CANDIDATES = 32, 16, 0.01, 0.1
-BANDWIDTH = 4.3e12
+SKETCH_BYTES, SKETCH_WIDE, SKETCH_BUDGET = 32, 16, 0.01
 ALL_UP_TO = 131_072
 """Keys up to which a step by all codes is timed beside one by candidates."""
 SHAPES = [  # case, query heads, KV heads, tokens, batch
@@ -114,13 +100,6 @@ def random_key_map(batch: int, heads: int) -> KeyFeatures:
     return KeyFeatures(random(heads, DIM, KEY_UNITS, scale=DIM**-0.5).bfloat16(), random(batch, heads, KEY_UNITS),
                        random(heads, KEY_UNITS, FEATURES, scale=KEY_UNITS**-0.5).bfloat16(), random(heads, FEATURES),
                        torch.zeros(batch, heads, FEATURES, device="cuda"))
-
-
-@functools.cache
-def compiled_flex() -> Any:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return torch.compile(flex_attention)
 
 
 class Buffers:
@@ -221,14 +200,6 @@ class Buffers:
         made.first = self.first
         return made
 
-    def attention_only(self) -> torch.Tensor:
-        if not hasattr(self, "fixed"):
-            self.fixed = self.route_only()
-        return attend_tokens(self.q, self.k, self.v, self.fixed, **self.options())[0]
-
-    def route_only(self) -> torch.Tensor:
-        return route_tokens(self.q, self.means, self.order, self.offsets, *self.budget)
-
     def completion(self) -> PhiEstimator:
         """Maps of the trained shape and width with random weights, one half centred, the mass capped."""
         if not hasattr(self, "phi"):
@@ -247,16 +218,6 @@ class Buffers:
             self.phi.key_map = KeyMap(of_keys.w_in, of_keys.bias[0], of_keys.w_in, of_keys.w_out, of_keys.b_out)
         return self.phi
 
-    def flashinfer(self) -> torch.Tensor:
-        import flashinfer
-
-        return flashinfer.single_decode_with_kv_cache(self.q[0], self.k[0], self.v[0], kv_layout="HND",
-                                                      use_tensor_cores=self.q.shape[1] > self.k.shape[1])
-
-    def flex(self) -> torch.Tensor:
-        return compiled_flex()(self.q[:, :, None], self.k, self.v, enable_gqa=True,
-                               kernel_options={"BACKEND": "TRITON_DECODE"})
-
     def dense(self) -> torch.Tensor:
         """For flash: the heads of a group as rows of one KV head, its fastest form."""
         grouped = self.q.view(self.q.shape[0], self.k.shape[1], -1, DIM)
@@ -265,12 +226,6 @@ class Buffers:
     def dense_gqa(self) -> torch.Tensor:
         """For cuDNN: grouped heads as such, its fastest form."""
         return torch.nn.functional.scaled_dot_product_attention(self.q[:, :, None], self.k, self.v, enable_gqa=True)
-
-    def floor_us(self) -> float:
-        """What memory allows `sparse`: the keys and values it reads, and the bucket means."""
-        heads = self.k.shape[0] * self.k.shape[1]
-        tokens = heads * (self.budget[1] + SINK + min(TAIL, self.k.shape[2]))
-        return (tokens * 2 * DIM * 2 + self.means.means.numel()) / BANDWIDTH * 1e6
 
 
 def timed(steps: list[Callable[[], torch.Tensor]], replays: int = 15) -> float:
@@ -314,7 +269,7 @@ OURS: dict[str, Callable[[Buffers], Step]] = {
     "sparse_mlp": lambda b: b.step(b.router(model=True)),
     "sparse_probes": lambda b: b.step(b.router(model=True, probes=PROBES)),
     "sparse_sketch": lambda b: b.step(b.sketch_router()),
-    "sparse_sketch_tenth": lambda b: b.step(b.sketch_router(CANDIDATES)),
+    "sparse_sketch_fifth": lambda b: b.step(b.sketch_router(CANDIDATES)),
     "sparse_sketch_all": lambda b: b.step(b.sketch_router(1.0)),
     "sparse_sketch_phi": lambda b: b.step(b.sketch_router(), b.completion()),
     "sparse_sketch_flat": lambda b: b.step(b.sketch_router(), None, b.flat),
@@ -353,8 +308,6 @@ def marked(selection: Selection, length: int) -> torch.Tensor:
     return found.scatter_(-1, torch.where(tokens >= 0, tokens, length), True)[..., :length]
 
 
-PEERS = ("sdpa_flash", "sdpa_cudnn", "flashinfer", "flex")
-FLEX_SHAPES = ("32x8-128k-b1", "32x8-171k-b1")
 ROWS: list[dict[str, Any]] = []
 
 
@@ -365,21 +318,15 @@ def of(b: Buffers, method: str) -> Callable[[], Any]:
 
 def measure(case: str, sets: list[Buffers], methods: tuple[str, ...]) -> None:
     """Rows of one case; a method that cannot run here is named and left out."""
-    found = {"floor": sum(b.floor_us() for b in sets) / len(sets)}
+    found = {}
     for method in methods:
         name = {"sdpa_flash": "dense", "sdpa_cudnn": "dense_gqa"}.get(method, method)
         backend = {"sdpa_flash": SDPBackend.FLASH_ATTENTION, "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION}.get(method)
         try:
-            if method in ("flashinfer", "flex"):
-                truth, mine = (getattr(sets[0], x)().float().flatten() for x in ("dense_gqa", name))
-                if float((truth - mine).norm() / truth.norm()) > 2e-2:
-                    raise RuntimeError(f"{method} gives another result")
             with sdpa_kernel(backend) if backend is not None else contextlib.nullcontext():
                 found[method] = timed([of(b, name) for b in sets])
-        except (RuntimeError, ImportError) as error:
+        except RuntimeError as error:
             print(f"{case} {method}: {str(error).splitlines()[0]}")
-    if any(r["case"] == case for r in ROWS):
-        del found["floor"]
     ROWS.extend(row(case, m, "us", round(t, 2), "microseconds a step") for m, t in found.items())
     print(case, {m: round(t, 1) for m, t in found.items()}, flush=True)
 
@@ -409,14 +356,10 @@ def steps(options: argparse.Namespace) -> None:
         if case not in options.cases:
             continue
         sets = [Buffers(heads_q, heads, length, batch, seed=i) for i in range(8 if length < 600_000 else 4)]
-        methods: tuple[str, ...] = ("sparse", "sparse_mlp", "sparse_probes", "attention_only", "route_only",
-                                    "sparse_sketch", "sparse_sketch_flat", "sdpa_flash", "sdpa_cudnn")
-        if batch == 1:
-            methods += ("flashinfer",)
-        if case in FLEX_SHAPES:
-            methods += ("flex",)
+        methods: tuple[str, ...] = ("sparse", "sparse_mlp", "sparse_probes", "sparse_sketch",
+                                    "sparse_sketch_flat", "sdpa_flash", "sdpa_cudnn")
         if length <= ALL_UP_TO:
-            methods += ("sparse_sketch_tenth", "sparse_sketch_all")
+            methods += ("sparse_sketch_fifth", "sparse_sketch_all")
         measure(case, sets, wanted(methods))
         for method in wanted(("sparse", "sparse_sketch")) if options.profile else ():
             profile(sets, method)
@@ -428,111 +371,17 @@ def steps(options: argparse.Namespace) -> None:
         add_rows("decode", ROWS, options.output)
 
 
-def parts() -> None:
-    """Index, votes and completion cache of one layer at 128k: milliseconds, against the same in plain torch."""
-    b = Buffers(32, 8, 131_072, 1, seed=0)
-    centroids = torch.nn.functional.normalize(torch.randn(8, BUCKETS, DIM, device="cuda"), dim=-1)
-    first, last = b.starts + SINK, b.tails
-    assignment = assign_buckets(b.k, centroids)
-    order, offsets = build_index(assignment, BUCKETS, first, last)
-    fresh = torch.arange(131_072 - TAIL, 131_072 - TAIL + 128, device="cuda")[None]
-    joined = assignment[:, :, -128:]
-    of_keys = random_key_map(1, 8)
-    hidden = torch.randn(131_072, 4096, device="cuda", dtype=torch.bfloat16)
-    up, down = (torch.randn(*s, device="cuda", dtype=torch.bfloat16) * 0.01 for s in ((4096, 28_672), (14_336, 4096)))
-    q_all = torch.randn(1, 32, 131_072, DIM, device="cuda", dtype=torch.bfloat16)
-
-    def prefill() -> torch.Tensor:
-        """What a layer's prefill spends at least: causal attention and the MLP's products (projections left out)."""
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            out = torch.nn.functional.scaled_dot_product_attention(q_all, b.k, b.v, is_causal=True, enable_gqa=True)
-        (hidden @ up)[:, :14_336] @ down
-        return out
-
-    b.sketch_router()
-    fixed = b.trained._replace(sketch=Sketch(*(x[0] for x in b.sketch)))
-    b.view.recent_queries, b.view.recent_end = q_all[:, :, -64:], 131_072
-
-    def sketched(fit: str) -> torch.Tensor | None:
-        """The second stage's part of the end of a prefill: basis, or the queries' side, and codes."""
-        router = b.sketch_router()
-        router.fit, router.candidates, router.layer, router.codes = fit, 1.0, fixed, None
-        router.build(b.view)
-        return router.codes
-
-    cases: dict[str, Callable[[], Any]] = {
-        "sketch_fitted": lambda: sketched("fitted"),
-        "sketch_fixed": lambda: sketched("fixed"),
-        "prefill": prefill,
-        "assign": lambda: assign_buckets(b.k, centroids),
-        "assign_torch": lambda: assign_buckets_reference(b.k[:, :, :32_768], centroids),
-        "build_index": lambda: build_index(assignment, BUCKETS, first, last),
-        "extend_index": lambda: extend_index(order, offsets, joined, fresh),
-        "soft_vote": lambda: soft_vote(b.q, b.k, first, last, scale=DIM**-0.5),
-        "soft_vote_torch": lambda: soft_vote_reference(b.q, b.k, first, last, scale=DIM**-0.5),
-        "phi_sums": lambda: phi_sums(b.k, b.v, first, last, of_keys),
-        "phi_sums_torch": lambda: phi_sums_reference(b.k, b.v, first, last, of_keys),
-    }
-    gap = soft_vote(b.q, b.k, first, last, scale=DIM**-0.5) - soft_vote_reference(
-        b.q.double(), b.k.double(), first, last, scale=DIM**-0.5)
-    caches = phi_sums(b.k, b.v, first, last, of_keys), phi_sums_reference(b.k, b.v, first, last, of_keys)
-    exact = [x.s.double() * torch.exp2(x.m.double())[..., None] for x in caches]
-    error = float((exact[0] - exact[1]).norm() / exact[1].norm())
-    print(f"check votes {float(gap.abs().max()):.1e}, cache {error:.1e}")
-    if not (float(gap.abs().max()) < 1e-3 and error < 5e-3):
-        raise SystemExit("a kernel differs from its twin; no speed is reported")
-    for name, run in cases.items():
-        run()
-        times = []
-        for _ in range(5):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            run()
-            end.record()
-            torch.cuda.synchronize()
-            times.append(begin.elapsed_time(end))
-        # the torch twin scores 32k keys at a time: it would write a 4 GB matrix at once
-        value = sorted(times)[2] * (4 if name == "assign_torch" else 1)
-        ROWS.append(row("layer-128k", name, "ms", round(value, 4), "milliseconds a layer"))
-        print(f"layer-128k {name} {value:.3f} ms", flush=True)
-
-
-def summaries(layers: int = 16) -> None:
-    """What φ adds to a prefill: of so many layers one after another, milliseconds a layer with its launches."""
-    for case, heads_q, heads, length in (("layer-128k", 32, 8, 131_072), ("layer-30k-12x2", 12, 2, 30_000)):
-        keys, values = (torch.randn(1, heads, length, DIM, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-        estimator, starts = PhiEstimator(random_phi(heads_q, heads, DIM, "cuda")), torch.zeros(1, device="cuda").long()
-        times = []
-        for _ in range(4):
-            regions = Regions(starts, starts + length - TAIL, length, SINK)
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            for _ in range(layers):
-                estimator.fork().build(LayerView(keys, values, regions=regions, scale=DIM**-0.5,
-                                                 num_query_heads=heads_q))
-            torch.cuda.synchronize()
-            times.append((time.perf_counter() - began) * 1000 / layers)
-        ROWS.append(row(case, "phi_summary", "ms", round(sorted(times[1:])[1], 4), "milliseconds a layer"))
-        print(f"{case} phi_summary {ROWS[-1]['value']:.3f} ms", flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=RESULTS)
-    parts_of = ["steps", "parts", "summaries"]
-    parser.add_argument("--parts", nargs="+", default=parts_of, choices=parts_of)
     parser.add_argument("--cases", nargs="+", choices=[s[0] for s in SHAPES], default=[s[0] for s in SHAPES],
-                        help="steps: only these")
-    parser.add_argument("--methods", nargs="+", help="steps: only these, peers and ours")
-    parser.add_argument("--profile", action="store_true", help="steps: print the kernels of a step, each alone")
+                        help="only these")
+    parser.add_argument("--methods", nargs="+", help="only these, peers and ours")
+    parser.add_argument("--profile", action="store_true", help="print the kernels of a step, each alone")
     options = parser.parse_args()
     torch.manual_seed(0)
-    if "steps" in options.parts:
-        check()
-    for part in options.parts:
-        {"steps": lambda: steps(options), "parts": parts, "summaries": summaries}[part]()
-        torch.cuda.empty_cache()
-        add_rows("decode", ROWS, options.output)
+    check()
+    steps(options)
     print(add_rows("decode", ROWS, options.output))
 
 

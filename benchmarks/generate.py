@@ -1,4 +1,4 @@
-"""What a user waits for: the first token, every token after it, the longest pause between two; ours and transformers'.
+"""What a user waits for: the first token, every token after it, the longest pause between two.
 
     python benchmarks/generate.py [--cases 8b-128k-b1 ...] [--methods router ...] [--model PATH] [--artifacts FOLDER]
                                   [--tokens 400] [--profile] [--output FOLDER]
@@ -11,11 +11,9 @@ Rows take the place of those of the same case, method, metric and machine in `ge
 without it router and maps are random, of the shape and width that the recipes train. Every method reads the prompt
 itself; caches of the cases in `DRAWN` are filled with drawn keys and values, and have no first token.
 
-- transformers: sdpa, dynamic cache; transformers_compiled: static cache, torch.compile as its `generate` chooses it
-  (reduce-overhead, CUDA graphs);
 - dense: attached, full attention; router: buckets by mean_key scores; sketch: codes of a basis; router_phi, sketch_phi:
-  the same completed by maps; untrained: sketches fitted to the request and bucket means; all at 1 % of the context,
-  sparse at every length;
+  the same completed by maps; untrained: sketches fitted to the request and bucket means; topk, topk_phi and quest,
+  where they are named; all at 1 % of the context, sparse at every length;
 - default: what a user gets who gives artifacts and no option, full attention where that is timed to be faster.
 
 `first_token_s`: from the call to the first token, prompt and index in it; `prefill_s`: the same of full attention;
@@ -63,10 +61,11 @@ CASES = {
     "8b-128k-b4": ("8b", 131_072, 4), "smollm2-8k-b1": ("smollm2", 8192, 1), "smollm2-32k-b1": ("smollm2", 32_768, 1),
     "coder-30k-b1": ("coder", 30_000, 1), "coder-30k-b8": ("coder", 30_000, 8), "coder-30k-b24": ("coder", 30_000, 24),
     "coder-16k-b8": ("coder", 16_384, 8), "coder-16k-b24": ("coder", 16_384, 24),
-    "coder-16k-b64": ("coder", 16_384, 64), "coder-32k-b64": ("coder", 32_768, 64), "tiny-512-b2": ("tiny", 512, 2),
+    "coder-16k-b64": ("coder", 16_384, 64), "coder-32k-b64": ("coder", 32_768, 64),
+    "coder-64k-b8": ("coder", 65_536, 8), "tiny-512-b2": ("tiny", 512, 2),
 }
 DRAWN = ("8b-512k-b1", "8b-128k-b4", "smollm2-32k-b1", "coder-16k-b8", "coder-16k-b24", "coder-16k-b64",
-         "coder-32k-b64")
+         "coder-32k-b64", "coder-64k-b8")
 SHAPES: dict[str, dict[str, Any]] = {
     "8b": {"hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32,
            "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128_256, "rope_theta": 5e5},
@@ -82,16 +81,15 @@ SHAPES: dict[str, dict[str, Any]] = {
              "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 97},
 }
 SHAPES["8b-quarter"] = SHAPES["8b"] | {"num_hidden_layers": 8}
-METHODS = ("dense", "router", "router_phi", "sketch", "sketch_phi", "untrained", "default", "transformers",
-           "transformers_compiled")
-COMPILED = ("8b-8k-b1", "8b-16k-b16", "8b-32k-b1", "8b-128k-b1", "smollm2-8k-b1", "coder-30k-b1", "coder-30k-b8",
-            "tiny-512-b2")
+METHODS = ("dense", "router", "router_phi", "sketch", "sketch_phi", "untrained", "default")
+NAMED = ("topk", "topk_phi", "quest")
+"""Methods that run only where they are named."""
 BUCKETS, SINK, WINDOW, FEATURES = 1024, 1, 2047, RECIPES[DEFAULT].features
 BUDGET = 0.01
 MAP_WIDTH, BLOCKS, KEY_WIDTH = RECIPES[DEFAULT].width, RECIPES[DEFAULT].query_blocks, RECIPES[DEFAULT].key_width
 AT_ONCE = 131_072
 """Tokens of all rows that one pass of a prompt reads, at most."""
-TOKENS, COLD_TOKENS, LAST, PEER_TOKENS = 400, 32, 96, 48
+TOKENS, COLD_TOKENS, LAST = 400, 32, 96
 ROWS: list[dict[str, Any]] = []
 
 
@@ -220,6 +218,8 @@ def options_of(method: str, trained: Any) -> dict[str, Any]:
         return {"router": trained[0], "phi": trained[1]}
     if method == "untrained":
         return {"token_budget": BUDGET, "dense_below": 0}
+    if method in ("topk", "quest"):
+        return {"selector": method, "token_budget": BUDGET, "dense_below": 0, "completion": "none"}
     options = {"router": trained[0], "selector": method.partition("_")[0], "token_budget": BUDGET, "dense_below": 0}
     return options | ({"phi": trained[1]} if method.endswith("_phi") else {"completion": "none"})
 
@@ -279,41 +279,6 @@ def ours(
     return found
 
 
-def theirs(model: Any, method: str, ids: Tensor, tokens: int, drawn: bool) -> dict[str, float]:
-    """transformers' own, from the keys and values of a prompt that ours has read."""
-    from transformers import DynamicCache, StaticCache
-
-    length, config, compiled = ids.shape[1] - 1, model.config, method == "transformers_compiled"
-    with sparsekv.attach(model) as attachment:
-        cache = attachment.cache(length + 1)
-        if drawn:
-            draw(model, cache, ids)
-        else:
-            attachment.prefill(ids[:, :length], chunk_size=max(1, AT_ONCE // len(ids)), cache=cache)
-    peer: Any = (StaticCache(config=config, max_cache_len=length + 2 * tokens + 8) if compiled
-                 else DynamicCache(config=config))
-    for i, layer in enumerate(cache.layers):
-        peer.update(layer.keys[:, :, :length], layer.values[:, :, :length], i)
-        layer.reset()
-    found: dict[str, float] = {}
-    with torch.no_grad():
-        clock = Clock()
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=peer, do_sample=False,
-                             max_new_tokens=tokens, min_new_tokens=tokens, stopping_criteria=[clock])
-        found["generate_ms"] = clock.pace
-        step = model.get_compiled_call(None) if compiled else model
-        clock, token = Clock(), out[:, -1:].clone()
-        place = torch.full_like(token, out.shape[1] - 1)
-        for _ in range(tokens):
-            logits = step(input_ids=token, position_ids=place, past_key_values=peer, use_cache=True).logits
-            token = logits[:, -1].argmax(-1, keepdim=True).clone()
-            place = place + 1
-            synchronize(token)
-            clock.put(token)
-        found["loop_ms"] = clock.pace
-    return found
-
-
 def measure(case: str, options: argparse.Namespace, device: str, model: Any, tokenizer: Any) -> None:
     _, length, rows = CASES[case]
     ids = prompts(model, None if case in DRAWN else tokenizer, rows, length, device)
@@ -321,45 +286,22 @@ def measure(case: str, options: argparse.Namespace, device: str, model: Any, tok
     trained = artifacts(model_fingerprint(model)) if router is None else (router, phi)
     units = {"ms": "milliseconds", "s": "seconds", "gb": "GB", "from": "tokens"}
     for method in options.methods:
-        if method == "transformers_compiled" and case not in COMPILED:
-            continue
         gc.collect()
         if device == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         try:
-            if method.startswith("transformers"):
-                found = theirs(model, method, ids, min(options.tokens, PEER_TOKENS), case in DRAWN)
-            else:
-                found = ours(model, method, ids, trained, options.tokens, options.profile, case in DRAWN)
+            found = ours(model, method, ids, trained, options.tokens, options.profile, case in DRAWN)
         except (RuntimeError, ValueError) as error:
             print(f"{case} {method}: {type(error).__name__} {str(error).splitlines()[0]}", flush=True)
             continue
         if device == "cuda":
             found["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
-        budget = {} if method in ("dense", "default") or method.startswith("transformers") else {"budget": BUDGET}
+        budget = {} if method in ("dense", "default") else {"budget": BUDGET}
         ROWS.extend(row(case, method, name, round(value, 3), units[name.rpartition("_")[2]], **budget)
                     for name, value in found.items())
         print(case, method, {k: round(v, 3) for k, v in found.items()}, flush=True)
         add_rows("generate", ROWS, options.output)
-
-
-def summary() -> str:
-    """A line a case and method: times of the fastest full attention, and the share of the prefill that the index is."""
-    lines = []
-    for case in dict.fromkeys(r["case"] for r in ROWS):
-        by = {(r["method"], r["metric"]): r["value"] for r in ROWS if r["case"] == case}
-        full = min((v for (m, n), v in by.items() if n == "loop_ms" and (m == "dense" or "transformers" in m)),
-                   default=None)
-        for method in dict.fromkeys(m for m, _ in by):
-            pace, index = by.get((method, "loop_ms")), by.get((method, "index_s"))
-            prefill = by.get(("dense", "prefill_s"))
-            lines.append(f"{case:14} {method:22} {pace or 0:8.3f} ms a token"
-                         + (f", {full / pace:5.2f} x the fastest full attention" if full and pace else "")
-                         + (f", index {100 * index / prefill:4.1f} % of the prefill" if index and prefill else "")
-                         + "".join(f", {name} {by[method, name]:.3f}" for name in (
-                             "first_token_s", "longest_gap_ms", "cold_gap_ms") if (method, name) in by))
-    return "\n".join(lines)
 
 
 def by_model(
@@ -384,18 +326,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=CASES,
                         default=[c for c in CASES if not c.startswith(("tiny", "coder"))])
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--tokens", type=int, default=TOKENS, help="generated tokens of each run of ours [tokens]")
+    parser.add_argument("--methods", nargs="+", choices=METHODS + NAMED, default=list(METHODS))
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="generated tokens of each run [tokens]")
     parser.add_argument("--model", help="the model of the cases coder-*: a folder or a GGUF file")
     parser.add_argument("--artifacts", help="a folder of router and feature maps of that model; without it random ones")
     parser.add_argument("--output", type=Path, default=RESULTS)
-    parser.add_argument("--profile", action="store_true", help="print the kernels of a step of every method of ours")
+    parser.add_argument("--profile", action="store_true", help="print the kernels of a step of every method")
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     by_model(options.cases, CASES, options.model, device,
              lambda case, model, tokenizer: measure(case, options, device, model, tokenizer))
     print(add_rows("generate", ROWS, options.output))
-    print(summary())
 
 
 if __name__ == "__main__":

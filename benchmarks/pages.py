@@ -2,6 +2,7 @@
 
     python benchmarks/pages.py                        # docs/results/*.md, and the tables in other pages
     python benchmarks/pages.py --collect FILE ...     # first adds these files' rows to the subjects of their names
+    python benchmarks/pages.py --collect FILE ... --instead   # in place of all rows of their cases and methods
 
 `mkdocs.yml` names this file as a hook: pictures are drawn while the site is built, and are not committed.
 """
@@ -20,12 +21,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks._rows import RESULTS, SUFFIX, add_rows, filled, load, read_rows
+from benchmarks._rows import RESULTS, SUFFIX, add_rows, filled, load, read_rows, take_over
 
 ROOT = RESULTS.parents[1]
 Row = dict[str, Any]
 Where = Mapping[str, Any]
 MISSING = "–"
+CURVES = {"kl": "KL to full attention by ms per token", "offload": "Tokens per second by GPU memory"}
+"""Pictures of `curves.py`, and what they show."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,8 @@ class Table:
 
     lines: fields and their headers. where: fields of all rows; a tuple also gives the order of the lines. words: what
     values are called, beside `WORDS`. made_by: fields of the rows that make a line, where not all do. chart: what
-    the axis of the page's picture says, which is bars of the columns; without it there is none.
+    the axis of the page's picture says, which is bars of the columns; without it there is none. curves: a picture of
+    `curves.py` above the table. Columns without any row are left out.
     """
 
     title: str
@@ -102,6 +106,7 @@ class Table:
     words: Mapping[Any, str] = field(default_factory=dict)
     made_by: Where = field(default_factory=dict)
     chart: str = ""
+    curves: str = ""
 
     def pool(self) -> list[Row]:
         """The rows that fields select which no column overrides."""
@@ -135,8 +140,11 @@ class Table:
         used: list[Row] = []
         if not (cells := self.cells(used)):
             return []
-        table = grid([*self.lines.values(), *(c.title for c in self.columns)], cells, len(self.lines))
-        return section(self.title, self.note, table, used)
+        header, names = [*self.lines.values(), *(c.title for c in self.columns)], len(self.lines)
+        shown = [i for i in range(len(header)) if i < names or any(line[i] != MISSING for line in cells)]
+        table = grid([header[i] for i in shown], [[line[i] for i in shown] for line in cells], names)
+        return section(self.title, self.note, [*([f"<!-- picture: {self.curves} -->", ""] if self.curves else []),
+                                               *table], used)
 
 
 @dataclass(frozen=True)
@@ -213,11 +221,16 @@ def bound(value: float) -> str:
     return f"{value:.2f}".replace("-", "−") if value and abs(value) < 0.05 else f"{value:.1f}".replace("-", "−")
 
 
+def card(machine: str) -> str:
+    """A row's machine in short."""
+    return machine.partition(", torch")[0].replace("NVIDIA ", "").replace(" 80GB HBM3", "")
+
+
 def origin(used: Sequence[Row]) -> str:
     """Machines and commits of rows, in a sentence."""
     by: dict[str, list[str]] = {}
     for r in used:
-        names = by.setdefault(r["machine"].partition(", torch")[0].replace("NVIDIA ", "").replace(" 80GB HBM3", ""), [])
+        names = by.setdefault(card(r["machine"]), [])
         names += [c for c in r["commit"].split(" and ") if c not in names]
     return "; ".join(f"{m}, {'commit' if len(c) == 1 else 'commits'} {', '.join(c)}" for m, c in by.items()) + (
         "." if by else "")
@@ -286,17 +299,27 @@ def on_files(files: Any, config: Any) -> Any:
     """Add the pictures of all pages to the site (mkdocs hook)."""
     from mkdocs.structure.files import File
 
+    from benchmarks import curves
     from benchmarks.specs import PAGES
 
-    for name, page in PAGES.items():
-        if (table := chart(page)) is not None:
-            files.append(File.generated(config, f"results/{name}.svg", content=picture(table)))
+    drawn = {name: picture(table) for name, page in PAGES.items() if (table := chart(page)) is not None}
+    for name, content in (drawn | {name: curves.picture(name) for name in CURVES}).items():
+        if content is not None:
+            files.append(File.generated(config, f"results/{name}.svg", content=content))
     return files
 
 
-def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Show a page's picture in its place (mkdocs hook)."""
-    return re.sub(r"<!-- picture: (\w+) -->", r"![The first table as a picture](\1.svg)", markdown)
+def on_page_markdown(markdown: str, page: Any, files: Any, **_: Any) -> str:
+    """Show pictures in their places, as far as they were drawn (mkdocs hook)."""
+    folder = page.file.src_uri.rpartition("/")[0]
+
+    def shown(found: re.Match[str]) -> str:
+        name = found[1]
+        if files.get_file_from_path(f"results/{name}.svg") is None:
+            return ""
+        return f"![{CURVES.get(name, 'The first table as a picture')}]({'' if folder else 'results/'}{name}.svg)"
+
+    return re.sub(r"<!-- picture: (\w+) -->", shown, markdown)
 
 
 def pages() -> dict[Path, str]:
@@ -316,9 +339,15 @@ def pages() -> dict[Path, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--collect", type=Path, nargs="+", default=[], help="files of rows to add, by their names")
+    parser.add_argument("--instead", action="store_true", help="drop all other rows of the cases and methods in them, "
+                                                               "those of other machines too")
     options = parser.parse_args()
     for path in options.collect:
-        print(add_rows(path.name.removesuffix(SUFFIX).removesuffix(".json"), read_rows(path)))
+        name = path.name.removesuffix(SUFFIX).removesuffix(".json")
+        if options.instead:
+            take_over(name, read_rows(path))
+        else:
+            add_rows(name, read_rows(path))
     from benchmarks import _methods
 
     for path, text in pages().items():

@@ -28,7 +28,7 @@ from benchmarks.generate import artifacts, by_model, prompts, synchronize
 from sparsekv.artifacts.fingerprint import model_fingerprint
 from sparsekv.artifacts.phi import PhiArtifact
 from sparsekv.artifacts.router import RouterArtifact
-from sparsekv.runtime.plan import RunOptions
+from sparsekv.runtime.hf.plan import RunOptions
 
 CASES = {"coder-32k": ("coder", 32_768), "coder-128k": ("coder", 131_072), "8b-128k": ("8b", 131_072),
          "tiny-4k": ("tiny", 4096)}

@@ -11,8 +11,7 @@ prefilled once, in batches, and answered by every method and budget. Shards are 
 and write into one folder; a step waits for Python more than for the GPU, so several to a GPU are faster (--batch-tokens
 then says how much memory each may take: keys and values of so many tokens, and about as much again for what a method
 builds; OMP_NUM_THREADS=1). After --minutes nothing is begun; --resume goes on after that, or after an interruption:
-finished cells are kept. --collect writes the rows of what is there, with --samples of the first prompts of each task
-alone, so that systems that answered fewer stand beside the others on the same ones.
+finished cells are kept. --collect writes the rows of what is there.
 """
 
 from __future__ import annotations
@@ -49,12 +48,9 @@ from sparsekv.evaluation.requests import (
     save_requests,
 )
 from sparsekv.evaluation.scores import score_rows
-from sparsekv.evaluation.tables import lane_b, table
-from sparsekv.util.pages import markdown
 from sparsekv.util.progress import progress
 
-METHODS = ",".join(["full,topk,topk+phi,router,router+phi,sketch,sketch+phi,sketch:fit=fitted,sketch:fit=fitted+phi",
-                    "streaming", *PEERS.values()])
+METHODS = ",".join(["full,topk,topk+phi,router,router+phi,sketch,sketch+phi,streaming", *PEERS.values()])
 LENGTHS, SAMPLES = [4096, 16384, 32768], [50, 50, 24]
 TAIL = 256
 """Tokens of a window of text that are scored, given all before."""
@@ -118,28 +114,9 @@ def evaluate(options: argparse.Namespace, model: Any, tokenizer: Any, until: flo
         return evaluator.run(methods, advance, until)
 
 
-def first_cells(cells: Sequence[dict[str, Any]], counts: dict[int, int]) -> list[dict[str, Any]]:
-    """The cells of the lengths in `counts`, of so many first prompts of each task."""
-    made = []
-    for cell in cells:
-        count = counts.get(int(cell["case"].rpartition("@")[2]), 0)
-        kept = [i for i, index in enumerate(cell["indices"]) if index < count]
-        if kept:
-            lists = {k: [v[i] for i in kept] for k, v in cell.items() if k in ("indices", "scores", "answers")}
-            made.append({**cell, **lists})
-    return made
-
-
 def write_tables(options: argparse.Namespace) -> None:
-    """The rows of all shards' cells in the output folder; a table of every mean on the terminal."""
-    cells = collect(options.output)
-    if options.samples:
-        lengths = options.lengths or sorted({int(c["case"].rpartition("@")[2]) for c in cells})
-        cells = first_cells(cells, by_length(lengths, options.samples))
-    rows = score_rows(cells)
-    print(write_rows("quality", rows, options.output))
-    for case in sorted({r["case"] for r in rows if r["case"].startswith("ruler@")}):
-        print(f"\n{case}\n" + markdown(*table(rows, case, lane_b())))
+    """The rows of all shards' cells in the output folder."""
+    print(write_rows("quality", score_rows(collect(options.output)), options.output))
 
 
 def pair(text: str) -> tuple[int, int]:

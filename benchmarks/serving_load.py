@@ -1,4 +1,4 @@
-"""A served model under load: vLLM with FlashAttention 3, with sparsekv's backend and with locks-kv, the same requests.
+"""A served model under load: vLLM with FlashAttention 3 and with sparsekv's backend, the same requests.
 
     python benchmarks/serving_load.py [--rates 0.08 0.15 0.3 0.6] [--count 16] [--methods vllm_fa3 ...] [--side-by-side]
 

@@ -64,18 +64,46 @@ def points(method: str, budget: float, against: str = "full", case: str = "ruler
                 form=form, spread=spread)
 
 
-BEFORE = ("sketch+phi, maps of 393 kB, a tenth of the codes", "sketch+phi, maps of 393 kB")
-"""The default at 490c9fa but for its fixed basis, and its maps behind all codes."""
+KINDS, KL_LENGTHS = (("text", "text"), ("RULER", "ruler")), (16_384, 32_768, 65_536)
+KL_METHODS = ("full", "topk", "topk+phi", "topk+centroid", "sketch", "sketch+phi", "sketch:fit=fixed+phi",
+              "sketch+centroid", "token_select", "quest", "lfps:alpha=0.1:fills=true")
+
+
+def kl_case(task: str, length: int) -> str:
+    return f"{MODEL}:{task}@{length}"
+
+
 QUALITY = Page(
-    "Quality", "Points are RULER's, of 100, minus full attention's on the same prompts. ± is half the 95 % bootstrap "
+    "Quality", "KL tells methods apart that points cannot: scores of a hundred prompts are known to a few points. "
+    "Points are RULER's, of 100, minus full attention's on the same prompts. ± is half the 95 % bootstrap "
     "interval. A budget is the share of the context that a query retrieves. Prompts are read with full attention, and "
     "layer 0 keeps it. The model is Qwen2.5-Coder-1.5B-Instruct (1.5B), Q4_K_M, run in bfloat16; its router and maps "
     "were trained on 24 windows of 16k tokens of speeches, six of them synthetic. “–” was not measured.", [
+        Table("KL to full attention, 1 %", "kl", {"method": "method"}, [
+            *(Cell(f"{words}, {length // 1024}k", {"case": kl_case(task, length)}, "{:.4f}", spread="±")
+              for words, task in KINDS for length in KL_LENGTHS),
+            Cell("points, 16k", real("ruler@16384", **FULL), "{:+.1f}", spread="±", rows="real")],
+              {"metric": "kl", "budget": (0.01, None), "method": KL_METHODS},
+              "KL(full ‖ method) of the next token [nats/token], along the text or full attention's answer to RULER's "
+              "tasks; less is better. Router and maps are of windows of the prompts' length, sketches are fitted to "
+              "the request; 64k is by YaRN. Of RULER those six tasks that need no download. Points are those of "
+              "RULER below.", curves="kl"),
+        Table("KL of one method over another's, 1 %", "kl", {"method": "method", "against": "over that of"}, [
+            Cell(f"{words}, {length // 1024}k", {"case": kl_case(task, length)}, "{:.2f}", spread="to")
+            for words, task in KINDS for length in KL_LENGTHS],
+              {"metric": "kl_ratio", "budget": 0.01, "method": KL_METHODS, "against": (
+                  "topk+phi", "sketch+phi", "sketch+centroid")},
+              "Ratios are paired by prompt, with 95 % intervals: below 1 the method is nearer to full attention."),
+        Table("The likeliest token is full attention's, 1 %", "kl", {"method": "method"}, [
+            *(Cell(f"{words}, {length // 1024}k", {"case": kl_case(task, length)}, "{:.1f} %")
+              for words, task in KINDS for length in KL_LENGTHS),
+            *(Cell(f"prompts, {words}, {length // 1024}k", {"case": kl_case(task, length)}, "{}", of="samples")
+              for words, task in KINDS for length in KL_LENGTHS)],
+              {"metric": "kl_same", "budget": 0.01, "method": KL_METHODS}),
         Table("RULER, 16k tokens", "real", {"method": "method"},
               [*by_budget(FEW, **FULL), samples(**FULL), *share(FEW)],
               real("ruler@16384", method=(*OURS, *RIVALS)),
-              "Thirteen tasks. Bytes are those that a step of a sparse layer reads, of its keys and values.",
-              chart="points to full attention"),
+              "Thirteen tasks. Bytes are those that a step of a sparse layer reads, of its keys and values."),
         Table("Another training of the same recipe", "real", {"method": "method"},
               [*by_budget((*FEW, 0.1, 0.2), **FULL), samples(0.02, **FULL)],
               real("ruler@16384", machine=H100, method=MORE)),
@@ -108,18 +136,6 @@ QUALITY = Page(
                *(Cell(f"agreement, {percent(b)}", {"metric": "agreement", "budget": b}, spread="±") for b in FEW)],
               real("ruler@16384", method=OURS),
               "In points. Agreement is the share of full attention's answer before the first character that differs."),
-        Table("KL to full attention, 1 %", "kl", {"case": "prompts", "method": "method"},
-              [Cell("KL [nats/token]", {"metric": "kl"}, "{:.4f}", spread="±"),
-               Cell("same likeliest token", {"metric": "kl_same"}, "{:.1f} %"),
-               Cell("to the default before", {"metric": "kl_ratio", "against": BEFORE[0]}, "{:.2f}", spread="to"),
-               Cell("to exact top-k + φ", {"metric": "kl_ratio", "against": "topk+phi"}, "{:.2f}", spread="to"),
-               Cell("prompts", {"metric": "kl"}, "{}", of="samples")],
-              {"case": tuple(f"{MODEL}:{t}@{n}" for n in (32768, 65536) for t in ("ruler", "text")),
-               "method": ("topk+phi", "topk+centroid", "sketch+phi", "sketch+centroid", *BEFORE)},
-              "Along full attention's answer or the text, router and maps of windows of the prompts' length, sketches "
-              "fitted to the request; 64k by YaRN. RULER is its six tasks that need no download. Ratios are paired, "
-              "with 95 % intervals. “The default before” scores a tenth of the codes and has maps of 393 kB per query "
-              "head; sketch + centroids needs no training."),
         Table("Answers of 4,096 tokens after 16k", "real", {"budget": "sketch + φ"}, [
             Cell("KL [nats/token]", {"metric": "kl"}, "{:.4f}"), Cell("same likeliest token", {"metric": "agrees"},
                                                                      "{:.1f} %", scale=100),
@@ -161,17 +177,20 @@ QUALITY = Page(
               {"task": "ruler", "length": (4096, 16384, 32768), "method": (*OURS[:3], "sketch+phi", "router",
                                                                             "router+phi")},
               "SmolLM2-135M tuned to retrieve over 32k tokens; six of RULER's tasks."),
-        Table("Other systems on the yardstick model, 2 %", "quality-rivals", {"method": "method"},
-              [Cell(f"{n // 1024}k", {"length": n, "budget": 0.02, **FULL}, "{:+.1f}", spread="±")
-               for n in (4096, 16384, 32768)],
-              {"task": "ruler", "commit": "c04f146", "method": (*OURS[:3], "sketch+phi", *RIVALS)},
-              "Maps of an earlier form."),
     ])
 
+OFFLOADED = ("coder-30k-b1", "coder-30k-b8", "8b-128k-b1", "8b-128k-b4", "8b-128k-b16", "8b-512k-b1")
+HELD = {"full": "full attention, keys on the GPU", "full_most": "full attention of as many requests as fit on the GPU",
+        "sketch_phi-1%@gpu": "sketch + φ, 1 %, keys on the GPU",
+        **{f"sketch{phi}-{b}%": f"sketch{words}, {b} %" for b in (1, 2, 5)
+           for phi, words in (("", ""), ("_phi", " + φ"))},
+        "sketch_phi-1%@cold": "sketch + φ, 1 %, all rows fetched (`kv_memory=0`)",
+        "full_host": "full attention, keys in CPU memory",
+        "faiss": "exact top-k by a flat Faiss index in CPU memory, 1 %",
+        "transformers_offloaded": "transformers' OffloadedCache"}
+"""Methods of `offload`, in words."""
 STEPS = ("32x8-8k-b1", "32x8-32k-b1", "32x8-64k-b1", "32x8-128k-b1", "32x8-512k-b1", "32x8-1M-b1", "32x8-128k-b4",
          "32x8-128k-b8", "12x2-30k-b1", "12x2-30k-b8", "12x2-30k-b24")
-DENSE = tuple(f"dense-{heads}-d128-{n}-b{b}" for heads in ("32x8", "12x2") for n in ("8k", "30k", "128k")
-              for b in (1, 8))
 TOKENS = ("8b-32k-b1", "8b-128k-b1", "8b-512k-b1", "8b-128k-b4", "8b-16k-b16", "8b-32k-b16", "coder-30k-b1",
           "coder-30k-b8", "coder-30k-b24", "coder-16k-b64", "coder-32k-b64")
 TIMED = (("full attention", "dense"), ("sketch", "sketch"), ("sketch + φ", "sketch_phi"))
@@ -206,14 +225,6 @@ SPEED = Page(
               {"metric": "us", "machine": H200, "case": STEPS}, "Heads of dimension 128, bfloat16.",
               words={c: "{} / {}, {} × {}".format(*c.split("-")[0].split("x"), c.split("-b")[1], c.split("-")[1])
                      for c in STEPS}),
-        Table("Full attention of one layer", "decode", {"case": "query / KV heads, requests × tokens"}, [
-            Cell(f"{title} [µs]", {"method": m}) for title, m in (
-                ("SDPA, flash", "sdpa_flash"), ("SDPA, cuDNN", "sdpa_cudnn"), ("FlashInfer", "flashinfer"),
-                ("own kernel", "ours"), ("reading alone", "floor"))],
-              {"metric": "us", "case": DENSE}, "Heads of dimension 128, bfloat16. “Reading alone” is the bytes of keys "
-              "and values over the memory's bandwidth.",
-              words={c: "{} / {}, {} × {}".format(*c.split("-")[1].split("x"), c.split("-b")[1], c.split("-")[3])
-                     for c in DENSE}),
         Table("First token, prompts read sparsely", "prefill", {"case": "model, requests"}, [
             Cell(f"{title} [s]", {"method": m}, "{:.2f}") for title, m in (
                 ("full attention", "dense"), ("share 0.3 (default)", "sparse@0.3"), ("0.2", "sparse@0.2"),
@@ -225,25 +236,14 @@ SPEED = Page(
               {"metric": "prompt_s", "case": ("8b-quarter-512k-b1", "8b-512k-b1")},
               words={"8b-quarter-512k-b1": "eight layers of the 8B shape, 1 × 512k"}),
         Table("Keys in CPU memory", "offload", {"case": "model, requests", "method": "method"}, [
-            Cell("ms per token", {"metric": "ms"}, "{:.1f}"), Cell("tokens/s", {"metric": "tokens_s"}, "{:,.0f}"),
-            Cell("over the bus [MB/token]", {"metric": "bus_mb"}, "{:,.0f}"),
-            Cell("rows found on the GPU", {"metric": "hit_rate"}, "{:.2f}"),
-            Cell("GPU memory [GB]", {"metric": "gpu_gb"}), Cell("host memory [GB]", {"metric": "host_gb"})],
-              {"case": ("coder-30k-b1", "coder-30k-b8", "8b-128k-b1", "8b-512k-b1", "8b-128k-b4", "8b-128k-b16"),
-               "method": ("full", "full_most", "sketch_phi-1%@gpu", "sketch-1%", "sketch_phi-1%", "sketch_phi-1%@cold",
-                          "sketch-2%", "sketch_phi-2%", "sketch-5%", "sketch_phi-5%", "full_host", "faiss",
-                          "transformers_offloaded")},
-              "`placement=\"offload\"`, one run; the weights of the 8B shape take 16 GB of the GPU. Its keys are drawn, "
-              "and so is which rows it asks for again: hits are those of a model in the cases of the 1.5B alone.",
-              words={"full": "full attention, keys on the GPU",
-                     "full_most": "full attention of as many requests as fit on the GPU",
-                     "sketch_phi-1%@gpu": "sketch + φ, 1 %, keys on the GPU",
-                     "sketch_phi-1%@cold": "sketch + φ, 1 %, all rows fetched (`kv_memory=0`)",
-                     **{f"sketch-{b}%": f"sketch, {b} %" for b in (1, 2, 5)},
-                     **{f"sketch_phi-{b}%": f"sketch + φ, {b} %" for b in (1, 2, 5)},
-                     "full_host": "full attention, keys in CPU memory",
-                     "faiss": "exact top-k by a flat Faiss index in CPU memory, 1 %",
-                     "transformers_offloaded": "transformers' OffloadedCache"}),
+              Cell("ms per token", {"metric": "ms"}, "{:.1f}"), Cell("tokens/s", {"metric": "tokens_s"}, "{:,.0f}"),
+              Cell("over the bus [MB/token]", {"metric": "bus_mb"}, "{:,.0f}"),
+              Cell("rows found on the GPU", {"metric": "hit_rate"}, "{:.2f}"),
+              Cell("GPU memory [GB]", {"metric": "gpu_gb"}), Cell("host memory [GB]", {"metric": "host_gb"})],
+              {"case": OFFLOADED, "method": tuple(HELD)},
+              "`placement=\"offload\"`, one run; the weights of the 8B shape take 16 GB of the GPU. Its keys are "
+              "drawn, and so is which rows it asks for again: hits are a model's in the cases of the 1.5B alone.", HELD,
+              curves="offload"),
         Table("A step of one layer on a CPU", "runtime", {"method": "selector"}, [
             Cell(f"{n} [ms]", {"case": f"cpu-{n}-8b", "metric": "us"}, "{:.2f}", scale=0.001)
             for n in ("8k", "32k", "128k")] + [Cell("128k, times SDPA", {"case": "cpu-128k-8b", "metric": "speedup"},
@@ -310,17 +310,6 @@ TRAINING = Page(
             Cell("without φ", {"method": "topk"}, "{:.3f}"), Cell("with φ", {"method": "topk+phi"}, "{:.3f}")],
               {"case": "entropy@16384", "metric": "rel_err", "budget": 0.01, "windows": 24, "length": 16384,
                "steps": 2500, "text": {"prose": 18, "made": 6}, "quarter": (1, 2, 3, 4)}, "Error of exact top-k 1 %."),
-        Table("Forms of the maps", "phi-forms", {"form": "form"}, [
-            Cell("kFLOP per key", {"case": "prose@16384", "metric": "rel_err", "budget": 0.01}, "{:.0f}",
-                 of="kflop_key"), Cell("features", {"case": "prose@16384", "metric": "rel_err", "budget": 0.01}, "{}",
-                                       of="features"),
-            Cell("error, 16k", {"case": "prose@16384", "metric": "rel_err", "budget": 0.01}, "{:.4f}"),
-            Cell("error, 32k", {"case": "prose@32768", "metric": "rel_err", "budget": 0.01}, "{:.4f}"),
-            Cell("KL, 16k [nats]", {"case": "prose@16384", "metric": "kl", "budget": 0.01}, "{:.3f}")],
-              {"method": "topk+phi", "form": ("base", "shared128", "shared64", "shared64 q128", "shared64 q2blocks",
-                                              "shared64 r64", "shared48 r192", "shared32", "sep64")},
-              "Exact top-k 1 %, prose, 1,200 steps. `base` has four layers of 256 and keeps features; `shared64` has "
-              "one hidden layer of 64 in each half. `r` features, `q` the map of queries."),
         Table("Answers by training, RULER at 16k", "real", {"model": "training", "machine": "card", "method": "method"},
               [*by_budget(FEW, **FULL), samples(**FULL)],
               {"case": tuple(f"{MODEL}{m}:ruler@16384" for m in ("-prose", "-half-code", "-kept", "-published")),
@@ -422,41 +411,6 @@ ONE_CORE = Table(
 PAPERS = Page(
     "The papers' settings", "What the papers' own settings give here. What each paper prints, and what differs, is on "
     "[the page of the papers](../papers.md). “The tuned SmolLM2” is SmolLM2-135M tuned to retrieve over 32k tokens.", [
-        Grid("Printed, and here", ["printed", "by the paper", "here", "of"], [
-            ["top-k: score kept at 2 % of the tokens", "95 %", kept("ruler@16384", 0.02, H100),
-             "the 1.5B, 16k, 104 prompts, H100"],
-            ["the same", "", kept("ruler@16384", 0.02), "the same prompts, H200"],
-            ["the same at 1 %", "", kept("ruler@16384", 0.01, H100), "the 1.5B, 16k, 104 prompts, H100"],
-            ["the same at 1 %", "", kept("ruler@16384", 0.01), "the same prompts, H200"],
-            ["the same at 2 %", "", kept("ruler@32768", 0.02, H100, "coder-1.5b-32k"),
-             "the 1.5B, 32k, 104 prompts, H100"],
-            ["the same at 2 %", "", kept("ruler@32768", 0.02, name="coder-1.5b-32k-more"), "the same prompts, H200"],
-            ["completion: points gained at the same k, 4k", "+4.0", Cell(
-                rows="real", where=real("ruler@4096", machine=H100, metric="difference", method="topk+phi",
-                                        against="topk", budget=0.01), form="{:+.1f}", spread="±"), "the 1.5B, 1 %, 4k"],
-            ["completion: points gained at equal worst-case budgets, 2 %", "+1.3", Cell(
-                rows="real", where=real("worst@16384", metric="difference", method="topk+phi", against="topk",
-                                        budget=0.02), form="{:+.1f}", spread="±"), "the 1.5B, 16k"],
-            ["Saap: one head, 171k tokens, 32 whole buckets [µs]", "18", micros("sparse_probes"),
-             "four query heads, one H200; an earlier kernel than the one that ships"],
-            ["the same by FlashAttention [µs]", "50", micros("sdpa_flash"), "the same"],
-            ["the same by cuDNN [µs]", "", micros("sdpa_cudnn"), "the same shape, a later run"],
-            ["the same by sketches, the default [µs]", "", micros("sparse_sketch"), "the same"],
-            ["Saap: training", "25 min a head", Cell(
-                rows="training", where={"case": "router-layer-128k", "metric": "seconds"}, form="{:.0f} s"),
-             "eight KV heads, 128k tokens, one H200"],
-            ["LFPS: a token at 128k on a CPU, times as fast", "22.8 ×", Cell(
-                rows="runtime", where={"case": "cpu-128k-8b", "method": "lfps", "metric": "speedup"}, form="{:.1f} ×"),
-             "a layer's step, 8B shape, two cores"],
-            ["LFPS: RULER, 4k", "77.8", Cell(rows="quality-rivals", where={
-                "case": "ruler@4096", "method": RIVALS[1], "budget": 0.02, "metric": "score", "commit": "c04f146"}),
-             "the tuned SmolLM2, 2 %"],
-            ["TokenSelect: a chunk over 1M tokens, times as fast", "23.84 ×", Cell(
-                rows="papers", form="{:.1f} ×", under={"method": "dense"}, where={
-                    "method": "token_select", "metric": "ms",
-                    "case": "chunk of 512 after 1048576 tokens, 32/8 heads of 128"}),
-             "8B shape, one H200"],
-        ], "Models, texts and machines differ: ours are of 135M and 1.5B parameters."),
         Table("Saap: mass that is read", "papers", {"method": "chosen by"},
               [Cell(percent(b), {"metric": f"mass_share@{b}"}, "{:.2f}") for b in (*FEW, 0.1)],
               {"case": SAAP, "method": ("topk", *(f"{m}, C = 1024, {rope} RoPE" for rope in ("without", "with")
@@ -464,7 +418,6 @@ PAPERS = Page(
                   "oracle", "mean_key", "centroids", "hashing")), "as published", "with RoPE")},
               "Share of the mid region's attention, three layers of the tuned SmolLM2 at 8,192 tokens.",
               words={"as published": "query model as published", "with RoPE": "query model, keys with RoPE"}),
-        SAAP_TASKS,
         Table("Completion: maps as published, error", "papers", {"method": "maps"}, [
             Cell(title, {"case": f"completion, long-model, 8192 tokens, heldout, {case}"}, "{:.3f}")
             for title, case in (("sink + tail", "sink + tail"), *((percent(b), f"topk@{b}") for b in (*FEW, 0.1)))],
@@ -491,7 +444,6 @@ PAPERS = Page(
               {"metric": "ms", "case": tuple(f"chunk of 512 after {n} tokens, 32/8 heads of 128"
                                              for n in (32768, 131072, 1048576))}),
         REUSE,
-        ONE_CORE,
         Table("LFPS: thresholds, RULER at 16k", "real", {"method": "method"}, [
             *by_budget((0.02,), **FULL), Cell("read", {"metric": "score", "budget": 0.02}, "{:.1f} %", of="read",
                                               scale=100), samples(0.02, **FULL)],
@@ -535,9 +487,6 @@ MISSED = Page(
              ms("coder-30k-b1", "sketch_phi", form="{:.2f} × as fast", under={"method": "dense"})],
             ["one request of 32k tokens to the 8B shape faster than full attention",
              ms("8b-32k-b1", "sketch_phi", form="{:.2f} × as fast", under={"method": "dense"})],
-            ["a step with φ at most 1.2 × one without, 4 × 128k", Cell(
-                rows="decode", where={"case": "32x8-128k-b4", "method": "sparse_sketch", "metric": "us",
-                                      "machine": H200}, form="{:.2f} ×", under={"method": "sparse_sketch_phi"})],
             ["a prompt of 128k tokens 1.8 × as fast with `prefill=\"sparse\"`", Cell(
                 rows="prefill", where={"case": "8b-128k-b1", "metric": "first_token_s", "method": "sparse@0.3"},
                 form="{:.2f} ×", under={"method": "dense"})],
@@ -551,9 +500,6 @@ MISSED = Page(
                 rows="served_quality", where={"case": f"{MODEL}:ruler@16384", "metric": "token_ms", "machine": H200,
                                               "method": "vllm_sparsekv", "budget": 0.01}, form="{:.2f} × as fast",
                 under={"method": "vllm_fa3", "budget": None})],
-            ["φ gains where a budget pays for its state, tuned SmolLM2, 4k tokens, 3 %", Cell(
-                rows="quality-worst", where={"case": "ruler@4096", "method": "topk+phi", "against": "topk",
-                                             "budget": 0.03, "metric": "difference"}, form="{:+.1f}", spread="±")],
             ["answers of an 8B model", "not measured"],
             ["speed and quality of an 8B model in one configuration", "not measured"],
             ["prompts read sparsely beyond 32k tokens, by answers", "not measured"],
@@ -566,16 +512,17 @@ LENGTHS = (("32k", "8b-32k-b1"), ("128k", "8b-128k-b1"), ("4 × 128k", "8b-128k-
 SUMMARY = Grid("", ["", "full attention", "sparsekv, untrained", "sparsekv, trained"], [
     *([f"ms per token, {name}, 8B shape", *(ms(case, m) for m in ("dense", "untrained", "sketch_phi"))]
       for name, case in LENGTHS),
-    ["first token, 128k, 8B shape [s]", *(
-        ms("8b-128k-b1", m, "first_token_s") for m in ("dense", "untrained", "sketch_phi"))],
+    *([words, *(ms("8b-128k-b1", m, metric) for m in ("dense", "untrained", "sketch_phi"))] for words, metric in (
+        ("first token, 128k, 8B shape [s]", "first_token_s"), ("GPU memory, 128k, 8B shape [GB]", "peak_gb"))),
     *([f"KL to full attention, {words}, 32k, 1.5B [nats/token]", "0", *(Cell(
         rows="kl", where={"case": f"{MODEL}:{kind}@32768", "method": m, "metric": "kl"}, form="{:.4f}")
         for m in ("sketch+centroid", "sketch+phi"))] for words, kind in (("RULER", "ruler"), ("text", "text"))),
     ["RULER, 16k, 1.5B [points]", "0", points("sketch+centroid", 0.01), points("sketch+phi", 0.01)],
 ], origin=False)
 FIRST = Text(
-    "One H200, {} of the context retrieved: a model of 8B shape takes **{} ms per token** after 128k tokens, full "
-    "attention {} ms.\nA 1.5B model loses **{} points** of RULER at 16k tokens by the same setting ({} prompts).",
+    "One H200, {} of the context retrieved. An 8B-shaped model takes **{} ms per token** after 128k tokens; full "
+    "attention takes {} ms.\nWith the same setting a 1.5B model loses **{} points** of RULER at 16k tokens "
+    "({} prompts).",
     (Cell(rows="generate", where={"case": "8b-128k-b1", "method": "sketch_phi", "metric": "loop_ms"}, form="{:g} %",
           of="budget", scale=100),
      ms("8b-128k-b1", "sketch_phi"), ms("8b-128k-b1", "dense"),
@@ -650,13 +597,6 @@ PAPER_PAGE: dict[str, Any] = {
 """What docs/papers.md shows of each paper."""
 PLACES: dict[str, dict[str, Any]] = {
     "docs/papers.md": PAPER_PAGE,
-    "docs/train.md": {"saap": Text(
-        "That model stays below its untrained control: at 1, 2 and 5 % of 16k tokens it has {}, {} and {} points to "
-        "full attention\n(1.5B, RULER), the mean keys of the same buckets moved to the request {}, {} and {} ([rows]("
-        "papers.md#saap)).\nThe default is neither: sketches of keys, with buckets of the request.", [
-            Cell(rows="real", where=real("ruler@16384", "coder-1.5b-saap", method=f"router:scores={scores}", budget=b,
-                                         against="full", metric="difference"), form="{:+.1f}", spread="±")
-            for scores in ("mlp", "mean_key") for b in FEW])},
     "README.md": {"figures": FIRST, "summary": SUMMARY}, "docs/start.md": {"demo": Table(
         "", "demo", {"method": "what a step reads", "budget": "budget"}, [
             *(Cell(title, {"case": "perplexity@2048", "metric": metric}, form, of=of, scale=scale)

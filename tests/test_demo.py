@@ -38,7 +38,8 @@ def test_the_report_explains_itself(made) -> None:
     last = made.table.splitlines()[-1].strip("| ").replace("'", "&#39;").split(" | ")
     assert f'<tr class="default"><td>{last[0]} <b>default</b>' in page
     assert page.index("<dt>Gain") < page.index("<dt>Loss") < page.index("<dt>Setting") < page.index("<table")
-    for words in (f"takes {last[-1]} ms on this machine", f"{last[3]} hidden numbers are", "token_budget=0.01)</dd>"):
+    for words in (f"takes {last[-1]} ms on this machine", f"{last[3]} hidden numbers are",
+                  "token_budget=0.01)</code></dd>"):
         assert words in page
     for words in ("4 windows of 256 tokens of Python&#39;s language reference and presidents&#39; addresses",
                   "2 windows of presidents&#39; addresses to Congress that were held out", "Full attention reads",

@@ -13,7 +13,7 @@ JUDGED = "mass_share@0.05"
 
 
 def sound(quality: dict[str, Any], layers: int) -> dict[str, Any]:
-    """What of a card is one: finite means, and tables of numbers with a row a layer. A file may say anything."""
+    """Return what of a card is one: finite means, and tables of numbers with a row a layer. A file may say anything."""
     def table(rows: Any) -> bool:
         return isinstance(rows, list) and len(rows) == layers and all(
             isinstance(row, list) and row and all(map(is_number, row)) for row in rows)

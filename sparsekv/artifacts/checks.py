@@ -123,8 +123,8 @@ def check_model_record(model: dict[str, Any], where: str) -> None:
 
 
 def check_scope(made: Any, where: str, **least: int) -> None:
-    """What router and feature maps have in common: the model, layers that ascend, each once, and sizes from `least` to
-    `MOST`."""
+    """Check what router and feature maps have in common: the model, layers that ascend, each once, and sizes from
+    `least` to `MOST`."""
     check_model_record(made.model, where)
     layers, count = made.layers, made.model["num_layers"]
     if not layers or sorted(set(layers)) != layers or not 0 <= layers[0] <= layers[-1] < count:
@@ -135,6 +135,6 @@ def check_scope(made: Any, where: str, **least: int) -> None:
 
 
 def reason(error: Any) -> str:
-    """What an exception says, on one line that a sentence can hold."""
+    """Return what an exception says, on one line that a sentence can hold."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 200 else f"{text[:197]}..."

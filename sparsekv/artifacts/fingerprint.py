@@ -157,8 +157,8 @@ def check_fingerprint(expected: dict[str, Any], found: dict[str, Any], what: str
 
 
 def check_all_bits(expected: dict[str, Any], model: Any, what: str) -> None:
-    """As `check_fingerprint`, of all bits of the weights. Raises SparseKVError also where `expected` has no hash of
-    them in the arithmetic of the model at hand."""
+    """Do what `check_fingerprint` does, of all bits of the weights. Raises SparseKVError also where `expected` has no
+    hash of them in the arithmetic of the model at hand."""
     found = model_fingerprint(model, whole=True)
     check_fingerprint(expected, found, what)
     if BITS not in expected or expected.get("dtype") != found["dtype"]:

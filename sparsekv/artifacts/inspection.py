@@ -18,7 +18,8 @@ class InspectConfig:
     verify: bool = option(False, help="Also read every shard of a store and compare its checksum.")
     heads: bool = option(False, help="Also print the quality of every head of an artifact.")
     model: str | None = option(None, help="Also compare all bits of this model's weights with those it was made for: "
-                                          "Hugging Face name, folder, .gguf file, or package:NAME.")
+                                          "Hugging Face name, folder, .gguf file, or package:NAME; without it weights "
+                                          "are not compared.")
     dtype: str = option("auto", help="Arithmetic of that model: auto, float32, bfloat16 or float16.")
     device: str = option("auto", help="Where it is read: auto, cpu, cuda, or balanced.")
 

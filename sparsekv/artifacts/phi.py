@@ -43,12 +43,12 @@ class PhiArtifactConfig:
     read_shares: list[float] = field(default_factory=lambda: [0.0])
     """Shares of the context read beside sink and tail that the shift was calibrated at, ascending."""
     capped: bool = False
-    """Whether the estimated mass is capped by `mass_cap`, as it was when the maps were calibrated."""
+    """True if the estimated mass is capped by `mass_cap`, as it was when the maps were calibrated."""
     query_blocks: int = 1
     key_width: int | None = None
     """Hidden units of a map of keys; None in the format of earlier versions, which is refused."""
     shared: bool = False
-    """Whether the units of a centred half and those of the other make all features together."""
+    """True if the units of a centred half and those of the other make all features together."""
     key_blocks: int = 0
     """ReZero blocks of a map of keys; with some it is run outside the attention kernel."""
     kind: str = KIND
@@ -112,7 +112,7 @@ class PhiLayer(NamedTuple):
 
     @property
     def centred(self) -> bool:
-        """Whether queries and keys want the request's mean key."""
+        """Return whether queries and keys want the request's mean key."""
         return self.maps.centred is not None
 
     def of_keys(self, dtype: torch.dtype) -> KeyMap | FeatureMapWeights:
@@ -120,8 +120,8 @@ class PhiLayer(NamedTuple):
         return self.maps.of_keys(dtype)
 
     def run_on(self, device: Any) -> PhiLayer:
-        """For an estimator there, which takes the maps from where they are, once, in the precision that it runs: the
-        trained ones in float32 are twice as large."""
+        """Move to a device what an estimator there needs at once; it takes the maps from where they are, once, in the
+        precision that it runs: the trained ones in float32 are twice as large."""
         return self._replace(offsets=self.offsets.to(device))
 
     def to(self, device: Any) -> PhiLayer:
@@ -150,7 +150,7 @@ class PhiArtifact(OnHub):
 
     @property
     def cache_tokens(self) -> float:
-        """What a decoded token fetches of a request's cache, per layer and KV head, in tokens of `2d` elements."""
+        """Count what a decoded token fetches of the cache, per layer and KV head, in tokens of `2d` elements."""
         config = self.config
         return phi_tokens(config.num_features, config.model["head_dim"], moments=config.capped)
 

@@ -18,7 +18,7 @@ CHECK_EVERY = 8
 
 
 def all_sparse(cache: SparseCache) -> bool:
-    """Whether every layer has full attention: only such caches are padded together and cropped back."""
+    """Return whether every layer has full attention: only such caches are padded together and cropped back."""
     return all(isinstance(layer, SparseLayer) for layer in cache.layers)
 
 
@@ -41,7 +41,7 @@ class AnswerBatch:
         return self.cache.get_seq_length()
 
     def begin(self) -> AnswerBatch:
-        """What a method decodes with; `restore` follows."""
+        """Return what a method decodes with; `restore` follows."""
         return self if all_sparse(self.cache) else AnswerBatch(self.cache.fork(), self.last, self.lengths)
 
     def rows(self, index: Tensor) -> AnswerBatch:
@@ -52,7 +52,7 @@ class AnswerBatch:
         return AnswerBatch(cache, self.last[index], self.lengths[index])
 
     def restore(self, width: int, keeps: bool = False) -> None:
-        """As after the prefill: forget what was decoded and, unless it `keeps` that, what a method built."""
+        """Go back to the prefill's end: forget what was decoded and, unless it `keeps` that, what a method built."""
         if all_sparse(self.cache):
             self.cache.crop(width)
             if not keeps:
@@ -90,8 +90,8 @@ def prefill_batch(attachment: Attachment, prompts: Sequence[Sequence[int]], *, r
 
 
 class Continued(NamedTuple):
-    """Of every token of a text that followed a prompt: its loss [nats], which token was the likeliest there, and logits
-    `[T, V]` on the device."""
+    """The tokens of a text that followed a prompt: their losses [nats], the likeliest token in the place of each, and
+    logits `[T, V]` on the device."""
 
     losses: list[float]
     likeliest: list[int]

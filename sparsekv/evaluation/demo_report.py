@@ -20,16 +20,17 @@ WINDOWS_BY_BUDGET = 2
 COLUMNS = ("what a step reads", "tokens", "bytes", "found", "perplexity", "error", "ms a token")
 CURVE_REQUESTS = 4
 READING = (
-    "Every row is the same model with the same prompts. To write one more token a model reads keys and values of the "
-    "tokens before it. Full attention reads all of them; the other rows read few in every layer but the first. They "
-    "always read sink and tail, the first and last tokens. Beside these they read the best tokens of all (exact "
-    "top-k), those of the buckets that the trained router chooses, or those with the best estimates by sketches, "
-    "codes of some bytes a key (the default of `generate`). “+ φ”: trained feature maps estimate the rest. tokens: "
-    "share of the context that is read. bytes: the same with all that is read to choose. Exact top-k scores every "
-    "key, the router the means of its buckets or the sketches. found: a seven-digit number was hidden in the text and "
-    "asked for at its end. perplexity: how much the held-out text surprises the model; lower is better, and full "
-    "attention's is the reference. error: relative distance of an attention head's output to full attention's; 0 is "
-    "the same. ms a token: time of a step on this machine.")
+    "Every row is the same model on the same prompts. To write a token, full attention reads the keys and values of "
+    "all tokens before it; the other rows read few of them, in every layer but the first. The first tokens (sink) and "
+    "the last ones (tail) are always read. Beside these a step reads the best tokens of all (exact top-k), those of "
+    "the buckets that the trained router chooses, or those that score best by sketches, a few bytes per key (the "
+    "default). “+ φ”: trained feature maps estimate the rest.\n"
+    "tokens: share of the context that is read.\n"
+    "bytes: the same, with all that is read to choose; exact top-k reads every key for that.\n"
+    "found: a seven-digit number was hidden in the text and asked for at its end.\n"
+    "perplexity: how much the held-out text surprises the model; lower is better.\n"
+    "error: relative distance of an attention head's output to full attention's; 0 is the same.\n"
+    "ms a token: time of a step on this machine.")
 
 
 def shown() -> list[Method]:
@@ -64,7 +65,7 @@ def verdict(table: Table, captured: CaptureStore, folder: Path) -> dict[str, str
     return {
         "Gain": f"A step of a sparse layer reads {tokens} of the tokens and {size} of the bytes. After "
                 f"{captured.context_length} tokens it takes {my_step} ms on this machine, with full attention {step} ms"
-                + ("; so short a cache is decoded with full attention by default." if slower else "."),
+                + ("; a cache this short is decoded with full attention by default." if slower else "."),
         "Loss": f"{mine} hidden numbers are found, by full attention {found}. Perplexity is {my_loss}, full "
                 f"attention's {loss}. The relative error of attention outputs is {error}.",
         "Setting": f"sparsekv.attach(model, \"{folder}\", token_budget={shown()[-1].budget:g})"}
@@ -98,10 +99,10 @@ def write_demo_report(
     errors = {m: [found[m, b if (m, b) in found else None] for b in BUDGETS]
               for m in dict.fromkeys(m for m, _ in found if m != "full")}
     table = demo_table(rows, captured)
-    intro = (f"The model {model} was left as it is. From {captured.num_documents} windows of "
-             f"{captured.context_length} tokens of {in_words(corpora[0])} it was learned, in {seconds[0]:.0f} s, where "
-             f"its attention falls; then it continued {heldout_windows} windows of {in_words(corpora[1])} that were "
-             f"held out and answered {len(numbers)} questions, reading a part of what is there. "
+    intro = (f"The model {model} was left as it is. The artifacts were trained in {seconds[0]:.0f} s on "
+             f"{captured.num_documents} windows of {captured.context_length} tokens of {in_words(corpora[0])}. Then "
+             f"the model continued {heldout_windows} windows of {in_words(corpora[1])} that were held out, and "
+             f"answered {len(numbers)} questions. "
              f"{in_short(table, captured)} Everything took {seconds[1]:.0f} s.")
     return write_report(
         out / "report.html", "sparsekv demo: the same model, reading less", intro,

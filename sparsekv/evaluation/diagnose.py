@@ -23,8 +23,9 @@ class DiagnosticsConfig:
     capture: str = option(help="Capture store of held-out text (`sparsekv capture --split heldout`).")
     output: Path = option(help="Folder for diagnostics.json, table.md, report.html and the figures as PNG.")
     router: str | None = option(None, help="Router artifact (folder or name); adds the selector router, and sketch if "
-                                          "it has sketches.")
-    phi: str | None = option(None, help="Feature-map artifact (folder or name); adds completion by φ.")
+                                          "it has sketches. Without it neither is measured.")
+    phi: str | None = option(None, help="Feature-map artifact (folder or name); adds completion by φ. Without it that "
+                                       "is not measured.")
     budgets: str = option(",".join(f"{b:g}" for b in BUDGETS), help="Tokens retrieved per query and KV head, as "
                                                                     "fractions of the context; 0 is sink and tail.")
     requests: int = option(8, help="Prefills per window, each followed by the queries captured soon after its end "
@@ -32,7 +33,7 @@ class DiagnosticsConfig:
     shoot_out: bool = option(False, help="Also the untrained completion, bucket centroids at the bytes of φ's cache, "
                                          "over exact top-k.")
     tasks: str | None = option(None, help="More captures of the same model, LABEL=STORE separated by commas: entropy "
-                                          "and coverage by task.")
+                                          "and coverage by task; without it the one of --capture alone.")
     device: str = option("auto", help="auto, cpu or cuda.")
     overwrite: bool = option(False, help="Replace existing results.")
 

@@ -212,8 +212,8 @@ class Evaluator:
         return any((r.case, r.index, method.name, method.budget) not in self.done for r in requests)
 
     def feasible(self, context: int, method: Method) -> bool:
-        """Whether the budget pays for sink, tail and the completion's cache where the accounting has it pay for them:
-        a prompt of `context` tokens and its last one, which joins the tail."""
+        """Return whether the budget pays for sink, tail and the completion's cache, where the accounting has it pay for
+        them: a prompt of `context` tokens and its last one, which joins the tail."""
         if self.accounting == "retrieved" or method.budget is None:
             return True
         spread = AMORTISE_OVER if self.accounting == "amortised" else 1

@@ -123,7 +123,7 @@ def error_by_budget(budgets: Sequence[float], errors: Mapping[str, Sequence[floa
 
 
 def gain_by_quartile(budgets: Sequence[float], gains: Mapping[str, Sequence[float]]) -> Drawing:
-    """What completion takes off the error, by budget, a line a quarter of the heads."""
+    """Return what completion takes off the error, by budget, a line a quarter of the heads."""
     figure, axes = canvas()
     axes.axhline(0, color="#888888", linewidth=0.8)
     for (name, line), colour in zip(gains.items(), SHADES, strict=False):

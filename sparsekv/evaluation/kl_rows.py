@@ -12,7 +12,7 @@ from sparsekv.evaluation.rows import row
 
 TEXTS = "perplexity_"
 Prompts = dict[tuple[str, int], float]
-"""By case and number of a prompt."""
+"""Values by case and number of a prompt."""
 
 
 def kl_rows(

@@ -30,8 +30,8 @@ class Reference(NamedTuple):
 
 
 class Distance(NamedTuple):
-    """Of one prompt: mean KL to full attention [nats a token], share of the tokens at which the likeliest is full
-    attention's, and how many tokens those were."""
+    """One prompt's mean KL to full attention [nats a token], share of its tokens at which the likeliest is full
+    attention's, and number of tokens."""
 
     kl: float
     same: float
@@ -71,7 +71,7 @@ def lead(attachment: Attachment, batch: AnswerBatch, along: Reference, keeps: bo
 
 
 def distance_of(logs: Tensor, logits: Tensor) -> Distance:
-    """The same of one text whose tokens were read in one chunk: log-probabilities and logits `[T, V]`."""
+    """Measure one text whose tokens were read in one chunk, by log-probabilities and logits `[T, V]`."""
     far, equal = distances(logs, logits.float().log_softmax(-1))
     return Distance(float(far.double().mean()), float(equal.double().mean()), len(far))
 

@@ -113,7 +113,7 @@ class Sums:
 def captured_window(
     store: CaptureStore, layer: int, document: int, sink_size: int, window_size: int, device: str = "cpu",
 ) -> Window:
-    """What a layer did on a document, for `core.offline`."""
+    """Return what a layer did on a document, for `core.offline`."""
     item: LayerCapture = store.read(layer, document).to(device)
     return Window(item.keys_rot(), item.values.float(), item.queries_rot(), item.query_positions, item.scale, sink_size,
                   window_size, RopeTable(item.layout, item.cos[None], item.sin[None]), layer,

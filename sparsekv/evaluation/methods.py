@@ -24,7 +24,7 @@ class Method:
 
     @property
     def name(self) -> str:
-        """As in tables and result rows: `full`, `topk`, `topk+phi`, `lfps:alpha=0.03`."""
+        """Name the method as tables and rows do: `full`, `topk`, `topk+phi`, `lfps:alpha=0.03`."""
         shown = self.selector + "".join(f":{name}={value if isinstance(value, str) else json.dumps(value)}"
                                         for name, value in self.options)
         return shown if self.completion == NONE else f"{shown}+{self.completion}"
@@ -39,19 +39,19 @@ class Method:
                        options=dict(self.options))
 
     def alike(self, other: Method | None) -> bool:
-        """Whether the other differs in its budget alone, and what is built over a prompt serves both."""
+        """Return whether the other differs in its budget alone, and what is built over a prompt serves both."""
         return other is not None and self.budget is not None and replace(self, budget=None) == replace(
             other, budget=None) and _selector(self.selector).spends.name == "AT_STEP"
 
     @property
     def artifacts(self) -> list[str]:
-        """Which trained artifacts it needs: `router`, `phi`."""
+        """List the trained artifacts it needs: `router`, `phi`."""
         row = row_of(self.selector)
         return [kind for kind in self.uses if kind != "router" or row is None or not row.untrained]
 
     @property
     def uses(self) -> list[str]:
-        """Which of `router` and `phi` it decodes with where they are there."""
+        """List which of `router` and `phi` it decodes with where they are there."""
         rows = (row_of(self.selector), ESTIMATOR_ROWS.get(self.completion))
         return [kind for row in rows if row is not None for kind in row.needs if kind != "sketches"]
 
@@ -86,7 +86,7 @@ def parse_methods(
 
 
 def usual_methods(trained: Collection[str]) -> list[str]:
-    """What is measured where no methods are named. trained: what there is, of `router`, `sketches` and `phi`."""
+    """Return what is measured where no methods are named. trained: what there is, of `router`, `sketches` and `phi`."""
     completions = ["", *(f"+{row.name}" for row in ESTIMATOR_ROWS.values()
                          if row.usual and set(row.needs) <= set(trained))]
     return [row.name + completion for row in SELECTOR_ROWS.values() if row.usual and set(row.needs) <= set(trained)

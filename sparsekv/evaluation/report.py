@@ -22,7 +22,7 @@ class Table:
     marked: int | None = None
 
     def text(self) -> str:
-        """As Markdown, without title and note."""
+        """Write it as Markdown, without title and note."""
         return markdown(self.header, self.rows)
 
 

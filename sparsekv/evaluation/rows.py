@@ -21,8 +21,8 @@ def machine() -> str:
 
 
 def commit() -> str:
-    """What the variable SPARSEKV_COMMIT says; without it the short hash of the code that ran, with `+` where the tree
-    had changes, outside a checkout `unknown`."""
+    """Return what the variable SPARSEKV_COMMIT says; without it the short hash of the code that ran, with `+` where the
+    tree had changes, outside a checkout `unknown`."""
     if given := os.environ.get("SPARSEKV_COMMIT"):
         return given
     def git(*words: str) -> str:
@@ -46,7 +46,7 @@ def origin() -> dict[str, str]:
 
 
 def origin_line() -> str:
-    """The same as a sentence under a report's title."""
+    """Write the origin as a sentence, for a report's title."""
     here = origin()
     return f"{here['machine']}; commit {here['commit']}; {here['command']}"
 

@@ -66,7 +66,8 @@ class EvalConfig(SparseConfig):
     completion: str | None = option(None, group=METHODS, help=lambda: (
         f"What completes the methods that do not say: {', '.join(ESTIMATOR_ROWS)}; without it nothing."))
     candidates: float | None = option(None, group=METHODS, help=(
-        "Tokens whose sketches are scored, a share of the context, of the methods with sketches that do not say."))
+        "Tokens whose sketches are scored, a share of the context, of the methods with sketches that do not say; "
+        "without it the selector's own."))
     budgets: str = option("0.01,0.05", group=METHODS, help="Tokens retrieved per query and KV head, as fractions of "
                                                            "the context, separated by commas.")
     accounting: str = option("retrieved", group=METHODS, help=(
@@ -91,9 +92,10 @@ class EvalConfig(SparseConfig):
                                                                  "start of the text, 1 its end; without it evenly "
                                                                  "spread ones.")
     save_requests: Path | None = option(None, group=PROMPTS, help="Write the tasks' prompts and targets to this file "
-                                                                  "(.jsonl or .jsonl.gz) and stop.")
-    requests: Path | None = option(None, group=PROMPTS, help="Answer the prompts of such a file instead of making "
-                                                             "them; needs no lm-eval.")
+                                                                  "(.jsonl or .jsonl.gz) and stop; without it they are "
+                                                                  "answered.")
+    requests: Path | None = option(None, group=PROMPTS, help="Answer the prompts of such a file, which needs no "
+                                                             "lm-eval; without it those of --tasks are made.")
     skip_missing: bool = option(False, group=PROMPTS, help="Leave out tasks whose data cannot be fetched here, or "
                                                            "whose packages are not installed.")
     seed: int = option(0, group=PROMPTS, help="Seed of prompts and intervals.", **SEEDS)

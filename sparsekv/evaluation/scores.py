@@ -173,7 +173,7 @@ def mean_case(case: str) -> str:
 
 
 def is_mean(case: str) -> bool:
-    """Whether a case is the mean of a length's tasks."""
+    """Return whether a case is the mean of a length's tasks."""
     return case.startswith(("ruler@", "babilong@"))
 
 

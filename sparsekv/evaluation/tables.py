@@ -59,7 +59,7 @@ def hits(needles: dict[str, Any] | None) -> str:
 
 
 def gains(rows: Sequence[dict[str, Any]], case: str) -> tuple[list[str], list[list[str]]]:
-    """What completion adds to a selector, paired by sample: header and lines, `+1.6 ± 1.2`."""
+    """Return what completion adds to a selector, paired by sample: header and lines, `+1.6 ± 1.2`."""
     known = {(r["method"], r["budget"]): r for r in rows if r["case"] == case and r["metric"] == "difference"
              and r["method"].startswith(f"{r['against']}+")}
     budgets = sorted({b for _, b in known if b is not None})
@@ -69,7 +69,7 @@ def gains(rows: Sequence[dict[str, Any]], case: str) -> tuple[list[str], list[li
 
 
 def bytes_read(rows: Sequence[dict[str, Any]], case: str) -> tuple[list[str], list[list[str]]]:
-    """What a step of a sparse layer reads of the cache's bytes: header and lines, a line a method."""
+    """Return what a step of a sparse layer reads of the cache's bytes: header and lines, a line a method."""
     known = {(r["method"], r["budget"]): f"{100 * r['bytes_share']:.1f} %" for r in rows
              if r["case"] == case and r["metric"] == "score" and r.get("bytes_share") is not None}
     budgets = sorted({b for _, b in known if b is not None})
@@ -124,8 +124,9 @@ def _kl_text(found: dict[str, Any] | None) -> str:
 
 
 def report_tables(rows: Sequence[dict[str, Any]]) -> tuple[list[Table], list[Table]]:
-    """For the report: the distance to full attention where it was measured; a summary of the project's own tasks by
-    length, Lane A (how attention is completed, selector fixed) and Lane B (systems) of every mean; then each task."""
+    """Draw the report's tables: the distance to full attention where it was measured; a summary of the project's own
+    tasks by length, Lane A (how attention is completed, selector fixed) and Lane B (systems) of every mean; then each
+    task."""
     made = kl_tables(rows)
     for length in dict.fromkeys(r["length"] for r in rows if r["task"] in OWN_TASKS):
         lines = summary([r for r in rows if r["length"] == length])
@@ -144,7 +145,7 @@ def report_tables(rows: Sequence[dict[str, Any]]) -> tuple[list[Table], list[Tab
 
 
 def methods_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """What the selectors of the rows read, and where they come from."""
+    """Return what the selectors of the rows read, and where they come from."""
     found = dict.fromkeys(plain(r["method"]).partition("+")[0] for r in rows)
     known = [(name, row) for name in found if (row := row_of(name)) is not None]
     return Table("Methods", ["method and what it reads", "source"],
@@ -152,7 +153,7 @@ def methods_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def lane_a() -> tuple[str, ...]:
-    """How attention is completed, selector fixed: exact top-k and this project's own, with every estimator."""
+    """List exact top-k and this project's own selectors with every estimator: how attention is completed."""
     completions = ("", *(f"+{name}" for name in ESTIMATOR_ROWS))
     return tuple(s + c for s in (*_of("exact"), *_of("own")) for c in completions)
 

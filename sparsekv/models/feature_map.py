@@ -39,15 +39,15 @@ class FeatureMaps(NamedTuple):
 
     @property
     def shared(self) -> bool:
-        """Whether both maps of keys make all features."""
+        """Return whether both maps of keys make all features."""
         return self.centred is not None and self.centred.b_out.shape[-1] == self.query.b_out.shape[-1]
 
     def of_keys(self, dtype: torch.dtype) -> KeyMap | FeatureMapWeights:
-        """That of keys as it is run, with products in `dtype`; as it is where it has blocks."""
+        """Return the map of keys as it is run, with products in `dtype`; as it is where it has blocks."""
         return key_map([m for m in (self.key, self.centred) if m is not None], self.query.b_out.shape[-1], dtype)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> FeatureMaps:
-        """With every tensor changed."""
+        """Return the maps with every tensor changed."""
         return FeatureMaps(*(None if m is None else FeatureMapWeights(*(change(w) for w in m))  # type: ignore[arg-type]
                       for m in self))
 
@@ -130,7 +130,7 @@ class CentredMap(nn.Module):
 
     @torch.no_grad()
     def whiten(self, sample: Tensor) -> None:
-        """As `FeatureMap.whiten`, the centred half with the mean of the sample taken off."""
+        """Whiten as `FeatureMap.whiten` does, the centred half with the mean of the sample taken off."""
         self.plain.whiten(sample)
         self.centred.whiten(sample - sample.mean(1, keepdim=True))
 

@@ -45,7 +45,7 @@ class BucketRouter(nn.Module):
 
     @torch.no_grad()
     def fold(self) -> QueryModel:
-        """The same function without batch norm, for inference."""
+        """Return the same function without batch norm, for inference."""
         scale = self.gain * torch.rsqrt(self.running_var + EPS)
         return QueryModel(self.w1 * scale[:, None], self.bias - self.running_mean * scale, self.w2.clone(),
                           self.b2.clone())

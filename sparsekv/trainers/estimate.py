@@ -10,7 +10,7 @@ from sparsekv.capture.store.store import storage_bytes
 CHUNK = 32_768
 """Tokens of a prefill chunk."""
 ITERATIONS = 10
-"""Of k-means."""
+"""Iterations of k-means."""
 
 
 class Rates(NamedTuple):
@@ -27,7 +27,7 @@ class Rates(NamedTuple):
     measured: str
 
     def times(self, count: int) -> Rates:
-        """Of so many of them."""
+        """Return the rates of so many devices."""
         prefill = (count * self.small_prefill, count * self.prefill)
         return Rates(*prefill, count * self.clusters, count * self.maps, count * self.cards,
                      count * self.text, self.measured)
@@ -98,7 +98,7 @@ class Estimate:
                 + self.text_seconds)
 
     def layers_at_once(self, memory: int, layers: int) -> int:
-        """How many layers fit a share of the memory [bytes] that leaves room for the rest."""
+        """Return how many layers fit a share of the memory [bytes] that leaves room for the rest."""
         return max(1, min(layers, int(0.7 * memory) // self.layer_memory))
 
     def training_memory(self, layers: int) -> int:
@@ -124,7 +124,7 @@ def shape_of(config: Any, layers: int | None, elements: int) -> ModelShape:
 
 
 def store_bytes(shape: ModelShape, documents: int, length: int, queries: int) -> int:
-    """Of a capture."""
+    """Count the bytes of a capture."""
     return storage_bytes(num_documents=documents, num_layers=shape.layers, heads_kv=shape.heads_kv,
                          heads_q=shape.heads_q, length=length, queries=queries, dim=shape.dim)
 
@@ -152,8 +152,8 @@ def estimate(shape: ModelShape, work: Work, rates: Rates) -> Estimate:
 
 
 def text_seconds(shape: ModelShape, work: Work, rates: Rates) -> float:
-    """Of the quality card on text: every window is prefilled once and continued by every method, and once more by
-    full attention, whose next tokens they are compared with."""
+    """Count the seconds of the quality card on text: every window is prefilled once and continued by every method, and
+    once more by full attention, whose next tokens they are compared with."""
     from sparsekv.evaluation.text_quality import WINDOWS, card_methods
 
     tokens = WINDOWS * work.length * (len(card_methods()) + 1)
@@ -162,7 +162,7 @@ def text_seconds(shape: ModelShape, work: Work, rates: Rates) -> float:
 
 
 def prefill_seconds(shape: ModelShape, work: Work, rates: Rates) -> float:
-    """Of all windows."""
+    """Count the seconds of all windows' prefills."""
     tokens = work.documents * work.length
     operations = 2 * shape.parameters * tokens + (
         2 * shape.all_layers * shape.heads_q * shape.dim * work.length * tokens)

@@ -21,7 +21,7 @@ class TrainingOptions:
     validation_documents: int = option(0, group="Run", min=0, help="Last windows of the capture, kept for validation; "
                                        "0 takes a tenth of them, 1 to 4 [windows].")
     max_time: str | None = option(None, group="Run", help="Stop training after this long, and save what there is "
-                                  "[DD:HH:MM:SS or HH:MM:SS].")
+                                  "[DD:HH:MM:SS or HH:MM:SS]; without it no limit.")
     layer_group: int = option(0, group="Run", min=0, help="Layers trained at once, as memory allows; 0 takes all "
                               "[layers].")
     seed: int = option(0, group="Run", help="Seed of every random choice.", **SEEDS)

@@ -309,8 +309,8 @@ def _exact(preset: str) -> tuple[int, int]:
 
 
 def planned(config: TrainConfig, sizes: Sizes, shape: ModelShape, longest: int, memory: int) -> TrainingPlan:
-    """What is asked for, and `sizes` for the rest. longest: context of the model [tokens]; memory: where heads are
-    trained [bytes]."""
+    """Plan what is asked for, with `sizes` for the rest. longest: context of the model [tokens]; memory: where heads
+    are trained [bytes]."""
     length = config.context_length or min(sizes.context_length, longest)
     queries = min(sizes.queries, length // 2)
     documents = config.num_documents or sizes.documents or max(

@@ -19,13 +19,13 @@ class Task(nn.Module):
     weight_decay = 0.0
     betas = (0.9, 0.999)
     muon = False
-    """Whether matrices take Muon's steps; vectors take Adam's."""
+    """True if matrices take Muon's steps; vectors always take Adam's."""
 
     constant_rate = False
-    """Whether the learning rate neither warms up nor decays."""
+    """True if the learning rate neither warms up nor decays."""
 
     last_weights = False
-    """Whether a training ends with its last weights, and not with every head's best validated ones."""
+    """True if a training ends with its last weights, and not with every head's best validated ones."""
 
     def draws(self, first: int, count: int) -> dict[str, Tensor]:
         """Random choices of the steps `first..first + count`, on the CPU, the step as first dimension. They depend on

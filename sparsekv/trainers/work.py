@@ -152,7 +152,7 @@ class Run:
             heads=[f"{part.layer}.{part.first + h}" for part in self.groups[group] for h in range(part.heads)])
 
     def finished(self, parts: list[Part]) -> bool:
-        """Whether an earlier run has trained these."""
+        """Return whether an earlier run has trained these."""
         there = all(self._file(p.name).is_file() for p in parts)
         if there:
             print(f"{parts[0].name} to {parts[-1].name}: trained before the run was interrupted", file=sys.stderr)
@@ -172,7 +172,7 @@ class Run:
         write_tensors(self._file(name), held, {"sha256": digest(self._whose(name), held)})
 
     def saved(self, name: str) -> dict[str, Tensor] | None:
-        """What `save` wrote in the run that is resumed."""
+        """Return what `save` wrote in the run that is resumed."""
         return self._read(name, self.device) if self.options.resume and self._file(name).is_file() else None
 
     def _whose(self, name: str) -> dict[str, Any]:
@@ -197,7 +197,7 @@ class Run:
         return self.out / "parts" / f"{name}.safetensors"
 
     def finish(self, assemble: Callable[[dict[str, Tensor]], None]) -> None:
-        """When all ranks are done, the first gives `assemble` every tensor, `[L, H, ...]`, and clears up."""
+        """Wait for all ranks; the first then gives `assemble` every tensor, `[L, H, ...]`, and clears up."""
         self.ranks.barrier()
         if self.ranks.rank == 0:
             files = [self._read(p.name) for p in self.parts()]

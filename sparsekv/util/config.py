@@ -20,7 +20,7 @@ MOST_FLOAT = sys.float_info.max
 MOST_STEPS = 10**9
 """Training steps that end."""
 ROPE_SCALING = ('Replace rotary parameters, as JSON: {"rope_type": "yarn", "factor": 4.0}; for contexts past the '
-                'trained length.')
+                'trained length; without it the model\'s own.')
 """Help of the option of every command that loads a model."""
 WORDS = {int: "a whole number", float: "a finite number", bool: "True or False", str: "a name", Path: "a path",
          dict: "an object", list: "whole numbers such as [0, 1]", NoneType: "None"}

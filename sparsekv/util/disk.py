@@ -51,12 +51,12 @@ def nearest(path: str | Path) -> Path:
 
 
 def free_bytes(path: Path) -> int:
-    """Of the nearest folder that there is."""
+    """Count the free bytes of the nearest folder that there is."""
     return shutil.disk_usage(nearest(path)).free
 
 
 def free_space(path: Path) -> str:
-    """The same in words."""
+    """Say in words how much is free there."""
     try:
         return f"{free_bytes(path) / 1e9:.2f} GB free"
     except OSError:

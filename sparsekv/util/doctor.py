@@ -83,7 +83,7 @@ def run_doctor(config: DoctorConfig) -> Diagnosis | None:
 
 
 def diagnose() -> Diagnosis:
-    """What this machine is and what sparsekv can do on it."""
+    """Return what this machine is and what sparsekv can do on it."""
     from sparsekv import __version__
 
     packages = list(_packages())

@@ -47,7 +47,7 @@ def check_choice(name: str, value: object, allowed: Iterable[str]) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """What an exception says, its first line; its name where it says nothing."""
+    """Return what an exception says, its first line; its name where it says nothing."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 

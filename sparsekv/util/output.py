@@ -67,7 +67,7 @@ class OutputKind:
         return strangers(files_below(folder), self.own, self.made(folder))
 
     def found(self, path: Path, overwrite: bool, otherwise: str = "") -> bool:
-        """Whether there is an old output at `path`, which may be replaced. Raises SparseKVError for a file, for a
+        """Return whether there is an old output at `path` that may be replaced. Raises SparseKVError for a file, for a
         folder with anything else, and for an existing one without `overwrite`; `otherwise` says what else helps."""
         if path.exists() and not path.is_dir():
             raise SparseKVError(f"the output {str(path)!r} is a file; expected a new folder")

@@ -77,6 +77,9 @@ def test_every_job_names_a_file_that_is_there_and_jobs_that_are() -> None:
         assert set(job.after) <= names and 0 < job.share <= 1
         script = job.command.split()[0]
         assert script == "-m" or (RESULTS.parents[1] / script).is_file()
+        if script != "-m":
+            given = [word for word in job.command.split() if word.startswith("--")]
+            assert all(f'"{word}"' in (RESULTS.parents[1] / script).read_text(encoding="utf-8") for word in given), job
 
 
 def test_rows_are_read_as_they_were_written(tmp_path) -> None:

@@ -1,21 +1,45 @@
-"""README's picture is drawn of rows, light and dark, and says what is missing."""
+"""README's picture and the site's curves are drawn of rows; what has no row is left out."""
 
 from __future__ import annotations
 
 import pytest
 
-from benchmarks import readme_figure
+from benchmarks import curves
+from benchmarks._rows import load
 
 
-def test_points_are_rows_and_missing_ones_are_named(monkeypatch, tmp_path) -> None:
-    kl = [{"case": "m:text@16384", "method": m, "metric": "kl", "budget": 0.01, "value": v}
-          for m, v in (("sketch+phi", 0.01), ("sketch", 0.04), ("topk", 0.02))]
-    ms = [{"case": "8b-128k-b1", "method": m, "metric": "loop_ms", "value": v}
-          for m, v in (("dense", 8.0), ("sketch_phi", 6.0), ("untrained", 6.5))]
-    monkeypatch.setattr(readme_figure, "load", lambda name: {"kl": kl, "generate": ms}[name])
-    found = readme_figure.points("text@16384", "8b-128k-b1")
-    assert found == {"full attention": (0.0, 8.0), "trained": (0.01, 6.0)}
-    drawn = [readme_figure.drawn(found, ink, tmp_path / f"{ink[1:]}.svg").read_text() for ink in ("#1d1d1e", "#e6e6e6")]
-    assert all("full attention" in text and "trained" in text for text in drawn) and "#e6e6e6" in drawn[1]
+def test_points_are_rows_and_missing_ones_are_left_out(monkeypatch, tmp_path) -> None:
+    kl = [{"case": "coder-1.5b:text@32768", "method": m, "metric": "kl", "budget": b, "value": v}
+          for m, b, v in (("sketch+phi", 0.02, 0.005), ("sketch+phi", 0.01, 0.01), ("sketch", 0.01, 0.04),
+                          ("topk", 0.01, 0.02))]
+    ms = [{"case": "coder-30k-b8", "method": m, "metric": "loop_ms", "value": v, "budget": b}
+          for m, b, v in (("dense", None, 8.0), ("sketch_phi", 0.01, 6.0), ("sketch_phi", 0.02, 6.5),
+                          ("untrained", 0.01, 6.5))]
+    monkeypatch.setattr(curves, "load", lambda name: {"kl": kl, "generate": ms}[name])
+    found = curves.kl_lines("text", 32_768)
+    assert found == {"full attention": [(8.0, 0.0)], "sketch + φ": [(6.0, 0.01), (6.5, 0.005)]}
+    assert curves.kl_lines("text", 65_536) == {} and [title for title, _ in curves.panels("kl")[0]] == [
+        "text, 32k tokens"]
+    drawn = [curves.readme(found, "H200", look, tmp_path / "x.svg").read_text() for look in (curves.LIGHT, curves.DARK)]
+    assert all("full attention" in text and "one H200" in text for text in drawn) and "#e6e6e6" in drawn[1]
     with pytest.raises(SystemExit, match="no method has rows of both"):
-        readme_figure.points("text@32768", "8b-128k-b1")
+        curves.readme({}, "H200", curves.LIGHT, tmp_path / "none.svg")
+
+
+def test_memory_has_a_line_through_the_budgets_of_a_method(monkeypatch) -> None:
+    rows = [{"case": "8b-128k-b1", "method": m, "metric": metric, "value": v} for m, gb, speed in (
+        ("full", 34.0, 120.0), ("sketch_phi-1%", 19.6, 95.0), ("sketch_phi-2%", 19.9, 75.0),
+        ("sketch_phi-1%+hot", 20.0, 140.0), ("sketch-1%@gpu", 35.0, 170.0)) for metric, v in (
+            ("gpu_gb", gb), ("tokens_s", speed))] + [
+        {"case": "8b-128k-b1", "method": "full_host", "metric": "tokens_s", "value": 3.0}]
+    monkeypatch.setattr(curves, "load", lambda name: rows)
+    assert curves.memory_lines("8b-128k-b1") == {
+        "full attention, keys on the GPU": [(34.0, 120.0)], "sketch + φ": [(19.6, 95.0), (19.9, 75.0)],
+        "sketch + φ, hot buffer": [(20.0, 140.0)], "sketch, keys on the GPU": [(35.0, 170.0)]}
+    assert b"<svg" in (curves.picture("offload") or b"")
+    monkeypatch.setattr(curves, "load", lambda name: [])
+    assert curves.picture("offload") is None
+
+
+def test_the_rows_that_ship_give_both_pictures() -> None:
+    assert load("kl") and all(b"<svg" in (curves.picture(name) or b"") for name in ("kl", "offload"))

@@ -32,6 +32,10 @@ def test_pages_are_few_enough_to_read() -> None:
     assert sum(len(p.read_text(encoding="utf-8").splitlines()) for p in pages) <= 5000
 
 
+def test_benchmarks_are_few_enough_to_read() -> None:
+    assert sum(len(p.read_text(encoding="utf-8").splitlines()) for p in (ROOT / "benchmarks").glob("*.py")) <= 5500
+
+
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
 def test_links_resolve(page: str) -> None:
     """`mkdocs build --strict` checks those of docs/."""

@@ -55,7 +55,7 @@ def find_folder(name: str) -> Path:
 def find_artifacts(
     name: str | Path, kinds: Sequence[str] = (), revision: str | None = None,
 ) -> dict[str, Path]:
-    """As `find_artifact`, of all `kinds`; without them of those that there are."""
+    """Find artifacts of all `kinds`, as `find_artifact` finds one; without `kinds`, those that there are."""
     try:
         there = isinstance(name, Path) or Path(name).exists()
     except OSError as error:

@@ -62,8 +62,8 @@ def refused(error: BaseException, repo: str, revision: str | None, verb: str) ->
 
 
 def failed_request(error: BaseException, what: str, hub: str) -> SparseKVError | None:
-    """What huggingface_hub says of a request that failed, or how the hub could not be reached; None for an error of
-    another kind."""
+    """Return what huggingface_hub says of a request that failed, or how the hub could not be reached; None for an
+    error of another kind."""
     import httpx
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 

@@ -32,12 +32,13 @@ class PushConfig:
                        argument=True, metavar="USER/NAME")
     private: bool = option(False, help="Make the repository private; an existing public one is refused.")
     revision: str | None = option(None, help="Branch to push to, made where there is none; without it main.")
-    message: str | None = option(None, help="Message of the commit.")
-    license: str | None = option(None, help="Licence in the page's metadata, as the hub writes it: apache-2.0, mit, …")
+    message: str | None = option(None, help="Message of the commit; without it it names the artifacts.")
+    license: str | None = option(None, help="Licence in the page's metadata, as the hub writes it: apache-2.0, mit, …; "
+                                            "without it none.")
 
 
 class Pushed(NamedTuple):
-    """Where the artifact lies now."""
+    """Place of an artifact that was pushed."""
 
     name: str
     url: str
@@ -110,12 +111,12 @@ class OnHub:
     load: Callable[..., Any]
 
     def save_pretrained(self, save_directory: str | Path) -> None:
-        """As `save`."""
+        """Do what `save` does, under the hub's name."""
         self.save(save_directory)
 
     @classmethod
     def from_pretrained(cls, name: str | Path, *, revision: str | None = None) -> Self:
-        """As `load`."""
+        """Do what `load` does, under the hub's name."""
         return cast(Self, cls.load(name, revision))
 
     def push_to_hub(

@@ -18,7 +18,7 @@ BANDS = ("mass_share", "error", "+ phi error")
 
 
 def figure_caption(kind: str) -> str:
-    """What the figure shows, in words."""
+    """Return what the figure shows, in words."""
     if kind == "router":
         return "Attention that is read, by the share of the context read; bands are quartiles over heads"
     return "Error of a head's output, by what is read exactly; bands are quartiles over heads"
@@ -56,7 +56,7 @@ def quality_table(kind: str, quality: dict[str, Any]) -> str:
 
 
 def quality_figure(kind: str, quality: dict[str, Any]) -> bytes | None:
-    """The same as lines, with the quartiles over heads, as PNG; None where the artifact was not judged."""
+    """Draw the quality as lines, with the quartiles over heads, as PNG; None where the artifact was not judged."""
     places, lines = _columns(kind, quality)
     heads = quality.get("per_head", {})
     if not lines or not all(key in heads for keys in lines.values() for key in keys):

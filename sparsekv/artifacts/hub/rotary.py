@@ -20,7 +20,7 @@ def _parameters(config: Any) -> list[dict[str, Any]]:
 
 
 def depends_on_length(config: Any) -> bool:
-    """Whether the model's rotary tables change with the tokens seen so far."""
+    """Return whether the model's rotary tables change with the tokens seen so far."""
     return any(part.get("rope_type") in ("dynamic", "longrope") for part in _parameters(config))
 
 

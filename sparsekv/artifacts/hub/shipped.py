@@ -27,7 +27,7 @@ def addresses() -> Iterator[tuple[str, str]]:
 
 
 SHIPPED = {"embedded": reference, "embedded-prose": addresses}
-"""By the name of the corpus; a name of several, joined by +, is all of them."""
+"""Corpora that ship, by name; a name of several, joined by +, is all of them."""
 
 
 def in_words(corpus: str) -> str:

@@ -18,15 +18,15 @@ def as_text(tokenizer: Any, special_tokens: bool = False) -> dict[str, Any]:
 
 
 def names_special(tokenizer: Any, text: str) -> bool:
-    """Whether the text has the text of a special token."""
+    """Return whether the text has the text of a special token."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
     names = {str(t) for t in added if t.special} | set(getattr(tokenizer, "all_special_tokens", ()))
     return any(name and name in text for name in names)
 
 
 def around(render: Callable[[str], str], text: str) -> tuple[str, str, str] | None:
-    """What a chat template writes before the text, the text in its words (it may strip it), and what comes after;
-    None where it changes the text otherwise. render: the template, of one message."""
+    """Return what a chat template writes before the text, the text in its words (it may strip it), and what comes
+    after; None where it changes the text otherwise. render: the template, of one message."""
     before, mark, after = render(MARK).partition(MARK)
     whole = render(text)
     if not mark or MARK in after or not (whole.startswith(before) and whole.endswith(after)):

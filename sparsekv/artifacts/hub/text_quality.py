@@ -47,7 +47,7 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """As tables have it: `sketch + φ`."""
+        """Name the setting as tables do: `sketch + φ`."""
         row = ESTIMATOR_ROWS.get(self.completion)
         completion = row.symbol if row is not None else self.completion
         return self.selector if self.completion == NONE else f"{self.selector} + {completion}"
@@ -85,8 +85,8 @@ class TextQuality:
 
     @property
     def recommended(self) -> Setting:
-        """Of the smallest budget at which a setting is good, or of the largest where none is, the setting that writes
-        the most tokens as full attention does: of as few tokens perplexity alone tells less."""
+        """Return the setting that writes the most tokens as full attention does, of the smallest budget at which a
+        setting is good, or of the largest where none is: of as few tokens perplexity alone tells less."""
         budget = min((s.token_budget for s in self.good), default=max(s.token_budget for s in self.settings))
         return max((s for s in self.settings if s.token_budget == budget),
                    key=lambda s: (s.same_tokens, s in self.good, -s.loss, s.completion != NONE))
@@ -98,11 +98,11 @@ class TextQuality:
         write_json(folder / FILE, {**asdict(self), "recommended": recommended})
 
     def text(self) -> str:
-        """For a terminal: the sentence, the table, the recommendation."""
+        """Write sentence, table and recommendation, for a terminal."""
         return f"{self.about()}\n\n{self.table()}\n\n{self.advice()}"
 
     def about(self) -> str:
-        """On what it was measured, and what the columns mean."""
+        """Say on what it was measured, and what the columns mean."""
         seen = "" if self.unseen else (" The corpus holds no text that training has not seen: the maps were calibrated "
                                        "on these windows.")
         return (f"The last {self.tokens} tokens of {self.windows} held-out window{'s' * (self.windows != 1)} of "
@@ -113,7 +113,7 @@ class TextQuality:
                 f"keys and values, index and completion included.{seen}")
 
     def table(self) -> str:
-        """In Markdown: a line a setting."""
+        """Write a line a setting, in Markdown."""
         return markdown(COLUMNS, self.lines())
 
     def lines(self) -> list[list[str]]:
@@ -129,7 +129,7 @@ class TextQuality:
         if mine is not None and full is not None:
             gain += (f" After {self.context_length} tokens a token takes {_ms(mine)} ms, with full attention "
                      f"{_ms(full)} ms ({self.origin.get('machine', 'this machine')})")
-            gain += "." if mine < full else "; so short a cache is decoded with full attention by default."
+            gain += "." if mine < full else "; a cache this short is decoded with full attention by default."
         loss = (f"Perplexity {_signed(best.loss)} ± {100 * best.margin:.1f} %; {100 * best.same_tokens:.1f} % of the "
                 "next tokens are full attention's")
         return {"Gain": gain, "Loss": f"{loss}." if best.kl is None else f"{loss}; KL {best.kl:.2g} nats a token.",
@@ -194,7 +194,7 @@ def parse_quality(text: bytes, where: str) -> TextQuality:
 
 
 def checksums(configs: dict[str, dict[str, Any]]) -> dict[str, str]:
-    """Of artifacts, from what their config.json say."""
+    """Return the checksums that the config.json of artifacts say."""
     return {kind: str(config.get("sha256")) for kind, config in configs.items()}
 
 
