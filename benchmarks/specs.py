@@ -233,8 +233,8 @@ SPEED = Page(
                "method": ("full", "full_most", "sketch_phi-1%@gpu", "sketch-1%", "sketch_phi-1%", "sketch_phi-1%@cold",
                           "sketch-2%", "sketch_phi-2%", "sketch-5%", "sketch_phi-5%", "full_host", "faiss",
                           "transformers_offloaded")},
-              "`placement=\"offload\"`, one run; the weights of the 8B shape take 16 GB of the GPU. Its keys are drawn, "
-              "and so is which rows it asks for again: hits are those of a model in the cases of the 1.5B alone.",
+              "`placement=\"offload\"`, one run; the weights of the 8B shape take 16 GB of the GPU. Its keys are "
+              "drawn, and so is which rows it asks for again: hits are a model's in the cases of the 1.5B alone.",
               words={"full": "full attention, keys on the GPU",
                      "full_most": "full attention of as many requests as fit on the GPU",
                      "sketch_phi-1%@gpu": "sketch + φ, 1 %, keys on the GPU",
