@@ -27,11 +27,13 @@ def memory_of(device: str) -> int:
 
 
 def free_memory(device: Any) -> int:
-    """Memory [bytes] of a CUDA device that is free, what torch holds of it unused included."""
+    """Memory [bytes] of a CUDA device that is free, what torch holds of it unused included, as far as torch may take
+    it."""
     import torch
 
-    return int(torch.cuda.mem_get_info(device)[0]) + (
-        torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+    free, whole = torch.cuda.mem_get_info(device)
+    taken, share = torch.cuda.memory_allocated(device), torch.cuda.get_per_process_memory_fraction(device)
+    return max(0, min(int(free) + torch.cuda.memory_reserved(device) - taken, int(share * whole) - taken))
 
 
 def free_host_memory() -> int:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import linecache
 import sys
 import threading
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,9 @@ import sparsekv.runtime
 from sparsekv.runtime import process
 from sparsekv.runtime.fused import ROTATION
 from sparsekv.runtime.hf.attach import Attachment, RunOptions
+from sparsekv.runtime.hf.storage import Growing, _unlock, page_locked
 from sparsekv.runtime.process import NOW
+from sparsekv.util.errors import SparseKVError
 
 RUNTIME = Path(sparsekv.runtime.__file__).parent
 EVERY = pytest.mark.parametrize("every", [11, pytest.param(1, marks=pytest.mark.slow)])
@@ -228,3 +231,66 @@ def test_no_function_of_transformers_stays_replaced(model: Any) -> None:
 def test_how_steps_run_is_said_once() -> None:
     with pytest.raises(AttributeError):
         RunOptions().replays = False  # type: ignore[misc]
+
+
+class Locks:
+    """CUDA's locking of memory, which remembers what is locked; `full`: it locks nothing."""
+
+    def __init__(self, full: bool = False):
+        self.full, self.held, self.most = full, set(), 0
+        self.cudaError = SimpleNamespace(success=0)
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        if self.full:
+            return 2
+        self.held.add(address)
+        self.most += 1
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> None:
+        self.held.remove(address)
+
+
+class Working(Interrupting):
+    """Not in a finalizer, where Python prints an error and goes on."""
+
+    def _call(self, frame: FrameType, event: str, arg: Any) -> Any:
+        return None if frame.f_code is _unlock.__code__ else super()._call(frame, event, arg)
+
+
+def test_an_interrupt_leaves_no_memory_locked(monkeypatch) -> None:
+    """At any line of locking, and at lines all over an answer over keys in CPU memory."""
+    locks = Locks()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: locks)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+
+    def interrupted(work: Any, number: int) -> bool:
+        stop = Working(number)
+        try:
+            with stop:
+                work()
+        except Interrupt:
+            pass
+        gc.collect()
+        assert not locks.held, f"left after line {number}, {stop.where}"
+        return not stop.whole
+
+    assert sum(interrupted(lambda: page_locked((3, 5), torch.float32), n) for n in range(1, 30)) > 5
+    monkeypatch.setattr(Growing, "empty", lambda self, shape, like: page_locked(shape, like.dtype))
+    model, ids = make_model(), prompt(60)
+    router, phi = artifacts(model)
+
+    def answer() -> None:
+        with attach(model, router=router, phi=phi, token_budget=10, placement="offload") as attachment:
+            attachment.generate(ids, max_new_tokens=4, eos_token_id=[])
+
+    assert all(interrupted(answer, n) for n in (200, 900)) and locks.most > 4
+    assert not interrupted(answer, 10**6)
+
+
+def test_memory_that_cannot_be_locked_is_a_sentence(monkeypatch) -> None:
+    locks = Locks(full=True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: locks)
+    with pytest.raises(SparseKVError, match="GB of CPU memory could not be locked"):
+        page_locked((3, 5), torch.float32)
+    gc.collect()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import psutil
 import pytest
 import torch
 from tiny import attach, make_model, prompt
@@ -89,6 +90,29 @@ def test_steps_over_host_memory_are_planned_like_others():
     assert torch.equal(answers["gpu"], answers["offload"])
 
 
+def test_the_next_layer_comes_while_one_attends():
+    """A chunk's pass, layer by layer: what comes ahead was stored before, the chunk's own tokens follow."""
+    model, here = make_model(), torch.device("cpu")
+    router, _ = artifacts(model)
+    with attach(model, router=router, placement="offload") as attachment:
+        cache = attachment.prefill(prompt(60, 2), chunk_size=25)
+    host = [i for i, layer in enumerate(cache.layers) if isinstance(layer, HostLayer)]
+    for count in (7, 130, 1):  # within the storage's room, beyond it, and one token
+        for i in host:
+            layer = cache.layers[i]
+            past = layer.get_seq_length()
+            layer.update(*(torch.randn(2, layer.keys.shape[1], count, layer.keys.shape[3]) for _ in range(2)))
+            keys, values = cache.ahead.read(cache.layers, i, here)
+            assert torch.equal(keys, layer.keys) and torch.equal(values, layer.values)
+            coming = cache.ahead.coming
+            assert (coming is None) == (i == host[-1]) and (coming is None or coming.tokens == past)
+    cache.layers[host[0]].update(*(torch.randn(2, layer.keys.shape[1], 3, layer.keys.shape[3]) for _ in range(2)))
+    cache.ahead.read(cache.layers, host[0], here)  # a pass that ends here
+    assert cache.ahead.coming is not None
+    cache.crop(40)
+    assert cache.ahead.coming is None
+
+
 @pytest.mark.parametrize("completion", ["none", "phi", "centroid"])
 def test_rows_that_were_read_lately_are_not_fetched_again(completion: str):
     """The same answer to the bit whatever stays on the device; the report has what came over the bus."""
@@ -137,3 +161,23 @@ def test_too_little_memory_of_the_cpu_is_refused_before_the_prompt_is_read(monke
         attach(model, router=router, placement="cpu", kv_memory=1.0)
     with pytest.raises(SparseKVError, match="unknown kv_memory 'much'"):
         attach(model, router=router, kv_memory="much")
+
+
+@pytest.mark.slow
+def test_ten_thousand_tokens_take_no_more_memory():
+    """Of an answer whose storage is there from the beginning: what lies beside it does not grow."""
+    model, steps = make_model(max_position_embeddings=16_384), 10_000
+    router, phi = artifacts(model)
+    with attach(model, router=router, phi=phi, token_budget=20, decode_window=128, placement="offload") as attachment:
+        cache = attachment.prefill(prompt(200), cache=attachment.cache(steps + 300))
+        token, taken = torch.ones(1, 1, dtype=torch.long), {}
+        for step in range(steps):
+            token = attachment.step(token, cache)[:, -1].argmax(-1, keepdim=True).clone()
+            if step in (steps // 4, steps - 1):
+                view = cache.layers[1].state.view
+                taken[step] = psutil.Process().memory_info().rss, view.near.data.shape[2]
+        report = attachment.report()
+        assert report["not_replayed"] is None and report["hit_rate"] > 0.2
+    (before, slots), (after, slots_later) = taken.values()
+    codes = 3 * steps * 64  # what is kept of a token of two layers, at most
+    assert after - before < 16e6 + codes and abs(slots_later - slots) <= 256

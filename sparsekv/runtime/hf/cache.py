@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 
 from sparsekv.core.layer import OBSERVED, take_rows
 from sparsekv.core.step import LayerState
+from sparsekv.runtime.hf.ahead import Ahead
 from sparsekv.runtime.hf.offload import HostView
 from sparsekv.runtime.hf.sliding import SlidingLayer
 from sparsekv.runtime.hf.storage import Growing, GrowingRope, StoredLayer
@@ -174,6 +175,7 @@ class SparseCache(Cache):
             layer if type(layer) is not DynamicLayer else (HostLayer if i in host_layers else SparseLayer)(reserve)
             for i, layer in enumerate(layers)])
         self.rope: dict[Any, GrowingRope] = {}
+        self.ahead = Ahead()
         self.reserve = reserve
         self.plan: Any = None
         """The plan of this cache's steps (`runtime/hf/plan.py`)."""
@@ -247,6 +249,7 @@ class SparseCache(Cache):
         """An independent copy that shares the tensors of the prefill: several continuations of one prompt."""
         other = copy.copy(self)
         other.plan = other._settled = None
+        other.ahead = Ahead()
         # transformers' own layers replace their tensors and never write into them: a shallow copy is independent
         other.layers = [x.fork() if isinstance(x, SparseLayer | SlidingLayer) else copy.copy(x) for x in self.layers]
         other.rope = {key: table.fork() for key, table in self.rope.items()}
@@ -258,7 +261,7 @@ class SparseCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
-        length = self._length()
+        length, self.ahead = self._length(), Ahead()
         if self.built is not None and length < self.built.past:
             self.built = None
         for table in self.rope.values():
@@ -271,7 +274,7 @@ class SparseCache(Cache):
                 self.layers[index] = type(layer)(sliding_window=layer.sliding_window)
             else:
                 layer.reset()
-        self.rope, self.plan, self._settled, self.built = {}, None, None, None
+        self.rope, self.plan, self._settled, self.built, self.ahead = {}, None, None, None, Ahead()
         self.moves, self.moved = (), False
 
     def reorder_cache(self, beam_idx: Any) -> None:
@@ -297,7 +300,7 @@ class SparseCache(Cache):
         return self.get_seq_length() if self.first is None else self.first.get_seq_length()
 
     def _take_rope_rows(self, index: Tensor) -> None:
-        self.built = None
+        self.built, self.ahead = None, Ahead()
         for table in self.rope.values():
             table.take_rows(index)
 

@@ -71,8 +71,14 @@ class Runner:
         if mask is not None and mask.dim() != 2 and own is None:
             raise SparseKVError(f"sparsekv reads 2-D attention masks (batch, tokens), found {mask.dim()} dimensions")
 
+        def held() -> tuple[Tensor, Tensor]:
+            """Keys and values where the queries are."""
+            if isinstance(layer, HostLayer) and key.device != query.device and not cache.moves:
+                return cache.ahead.read(cache.layers, index, query.device)
+            return read(key, query.device), read(value, query.device)
+
         def dense() -> Tensor:
-            k, v = (read(x, query.device) for x in (key, value))
+            k, v = held()
             if own is not None:
                 return own(query, k, v)[0].transpose(1, 2)
             return dense_attention(query, k, v, scale=scale, key_mask=mask, window=window, softcap=softcap,
@@ -95,7 +101,7 @@ class Runner:
                 self._warm(index, query, key)
             reader = None if softcap is not None or own is not None else self.decoding.reader_of(index, query.device)
             if reader is not None and max(self.whole, key.shape[2]) >= reader.shortest:
-                return self._prefill_sparsely(reader, module, cache, query, key, value, mask, scale, sinks)
+                return self._prefill_sparsely(reader, module, cache, query, *held(), mask, scale, sinks)
             return dense()
         self.warming.wait()
         if softcap is not None or not decodes_sparsely(self.decoding, index, layer, key.shape[2]):
@@ -117,7 +123,7 @@ class Runner:
         device = query.device
         regions = Regions.at_prefill_end(self._starts(mask, query.shape[0], device), key.shape[2], 0, 0)
         view = LayerView(
-            read(key, device), read(value, device), regions=regions, scale=scale, num_query_heads=query.shape[1],
+            key, value, regions=regions, scale=scale, num_query_heads=query.shape[1],
             layer_idx=module.layer_idx, num_layers=len(cache.layers),
             rope=cache.rope.get(getattr(module, "layer_type", None)), sinks=sinks)
         with torch.no_grad():

@@ -25,18 +25,23 @@ def page_locked(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     held = np.empty(size + mmap.PAGESIZE, dtype=np.uint8)
     first = -held.ctypes.data % mmap.PAGESIZE
     address, runtime = held.ctypes.data + first, torch.cuda.cudart()
-    error = runtime.cudaHostRegister(address, size, 0)
-    if error != runtime.cudaError.success:
-        raise SparseKVError(f"{size / 1e9:.3g} GB of CPU memory could not be locked for keys and values ({error}); "
+    locked: list[Any] = []
+    weakref.finalize(held, _unlock, address, locked).atexit = False  # before: an interrupt leaves nothing locked
+    locked.append(runtime.cudaHostRegister(address, size, 0))
+    if locked[0] != runtime.cudaError.success:
+        raise SparseKVError(f"{size / 1e9:.3g} GB of CPU memory could not be locked for keys and values ({locked[0]}); "
                             "free memory, shorten prompt or answer, or keep keys on the GPU (placement='gpu')")
-    weakref.finalize(held, _unlock, address).atexit = False
     return torch.from_numpy(held[first:first + math.prod(shape) * dtype.itemsize]).view(dtype).view(shape)
 
 
-def _unlock(address: int) -> None:
-    """Once no kernel reads it."""
-    torch.cuda.synchronize()
-    torch.cuda.cudart().cudaHostUnregister(address)
+def _unlock(address: int, locked: list[Any]) -> None:
+    """Once no kernel reads it. locked: what locking it returned, if it has."""
+    runtime = torch.cuda.cudart()
+    if locked == [runtime.cudaError.success]:
+        try:
+            torch.cuda.synchronize()
+        finally:
+            runtime.cudaHostUnregister(address)
 
 
 class Growing:
