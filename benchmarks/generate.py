@@ -1,4 +1,4 @@
-"""What a user waits for: the first token, every token after it, the longest pause between two.
+"""What a user waits for: the first token, every token after it, the longest pause between two; ours and transformers'.
 
     python benchmarks/generate.py [--cases 8b-128k-b1 ...] [--methods router ...] [--model PATH] [--artifacts FOLDER]
                                   [--tokens 400] [--profile] [--output FOLDER]
@@ -14,6 +14,8 @@ itself; caches of the cases in `DRAWN` are filled with drawn keys and values, an
 - dense: attached, full attention; router: buckets by mean_key scores; sketch: codes of a basis; router_phi, sketch_phi:
   the same completed by maps; untrained: sketches fitted to the request and bucket means; topk, topk_phi and quest,
   where they are named; all at 1 % of the context, sparse at every length;
+- transformers, where named: sdpa, dynamic cache; transformers_compiled: static cache and torch.compile, as its
+  `generate` chooses it;
 - default: what a user gets who gives artifacts and no option, full attention where that is timed to be faster.
 
 `first_token_s`: from the call to the first token, prompt and index in it; `prefill_s`: the same of full attention;
@@ -82,14 +84,14 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 SHAPES["8b-quarter"] = SHAPES["8b"] | {"num_hidden_layers": 8}
 METHODS = ("dense", "router", "router_phi", "sketch", "sketch_phi", "untrained", "default")
-NAMED = ("topk", "topk_phi", "quest")
+NAMED = ("topk", "topk_phi", "quest", "transformers", "transformers_compiled")
 """Methods that run only where they are named."""
 BUCKETS, SINK, WINDOW, FEATURES = 1024, 1, 2047, RECIPES[DEFAULT].features
 BUDGET = 0.01
 MAP_WIDTH, BLOCKS, KEY_WIDTH = RECIPES[DEFAULT].width, RECIPES[DEFAULT].query_blocks, RECIPES[DEFAULT].key_width
 AT_ONCE = 131_072
 """Tokens of all rows that one pass of a prompt reads, at most."""
-TOKENS, COLD_TOKENS, LAST = 400, 32, 96
+TOKENS, COLD_TOKENS, LAST, PEER_TOKENS = 400, 32, 96, 48
 ROWS: list[dict[str, Any]] = []
 
 
@@ -279,6 +281,41 @@ def ours(
     return found
 
 
+def theirs(model: Any, method: str, ids: Tensor, tokens: int, drawn: bool) -> dict[str, float]:
+    """transformers' own, from the keys and values of a prompt that ours has read."""
+    from transformers import DynamicCache, StaticCache
+
+    length, config, compiled = ids.shape[1] - 1, model.config, method == "transformers_compiled"
+    with sparsekv.attach(model) as attachment:
+        cache = attachment.cache(length + 1)
+        if drawn:
+            draw(model, cache, ids)
+        else:
+            attachment.prefill(ids[:, :length], chunk_size=max(1, AT_ONCE // len(ids)), cache=cache)
+    peer: Any = (StaticCache(config=config, max_cache_len=length + 2 * tokens + 8) if compiled
+                 else DynamicCache(config=config))
+    for i, layer in enumerate(cache.layers):
+        peer.update(layer.keys[:, :, :length], layer.values[:, :, :length], i)
+        layer.reset()
+    found: dict[str, float] = {}
+    with torch.no_grad():
+        clock = Clock()
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=peer, do_sample=False,
+                             max_new_tokens=tokens, min_new_tokens=tokens, stopping_criteria=[clock])
+        found["generate_ms"] = clock.pace
+        step = model.get_compiled_call(None) if compiled else model
+        clock, token = Clock(), out[:, -1:].clone()
+        place = torch.full_like(token, out.shape[1] - 1)
+        for _ in range(tokens):
+            logits = step(input_ids=token, position_ids=place, past_key_values=peer, use_cache=True).logits
+            token = logits[:, -1].argmax(-1, keepdim=True).clone()
+            place = place + 1
+            synchronize(token)
+            clock.put(token)
+        found["loop_ms"] = clock.pace
+    return found
+
+
 def measure(case: str, options: argparse.Namespace, device: str, model: Any, tokenizer: Any) -> None:
     _, length, rows = CASES[case]
     ids = prompts(model, None if case in DRAWN else tokenizer, rows, length, device)
@@ -291,13 +328,16 @@ def measure(case: str, options: argparse.Namespace, device: str, model: Any, tok
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         try:
-            found = ours(model, method, ids, trained, options.tokens, options.profile, case in DRAWN)
+            if method.startswith("transformers"):
+                found = theirs(model, method, ids, min(options.tokens, PEER_TOKENS), case in DRAWN)
+            else:
+                found = ours(model, method, ids, trained, options.tokens, options.profile, case in DRAWN)
         except (RuntimeError, ValueError) as error:
             print(f"{case} {method}: {type(error).__name__} {str(error).splitlines()[0]}", flush=True)
             continue
         if device == "cuda":
             found["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
-        budget = {} if method in ("dense", "default") else {"budget": BUDGET}
+        budget = {} if method in ("dense", "default") or method.startswith("transformers") else {"budget": BUDGET}
         ROWS.extend(row(case, method, name, round(value, 3), units[name.rpartition("_")[2]], **budget)
                     for name, value in found.items())
         print(case, method, {k: round(v, 3) for k, v in found.items()}, flush=True)
