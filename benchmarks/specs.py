@@ -244,6 +244,14 @@ SPEED = Page(
                      "full_host": "full attention, keys in CPU memory",
                      "faiss": "exact top-k by a flat Faiss index in CPU memory, 1 %",
                      "transformers_offloaded": "transformers' OffloadedCache"}),
+        Table("Rows that a step finds on the GPU", "hot_rows", {"case": "budget", "method": "table, times a list"}, [
+            Cell("share of the listed rows", {"metric": "hit_rate"}, "{:.2f}")],
+              words={f"{name}-{times}": f"{title}, {times}" for times in (1, 2, 4, 8, 16) for name, title in (
+                  ("lru", "read last"), ("direct", "one slot a token"), ("ways2", "two slots a token"))}),
+        Table("Prompts with keys in CPU memory", "long_prompts", {"case": "model, tokens", "method": "keys"}, [
+            Cell("prompt [s]", {"metric": "prompt_s"}, "{:.2f}"), Cell("index [s]", {"metric": "index_s"}, "{:.2f}"),
+            Cell("ms per token", {"metric": "ms"}), Cell("GPU memory [GB]", {"metric": "gpu_gb"})],
+              words={"gpu": "on the GPU", "offload": "in CPU memory", "offload@24": "in CPU memory, 24 GB of GPU"}),
         Table("A step of one layer on a CPU", "runtime", {"method": "selector"}, [
             Cell(f"{n} [ms]", {"case": f"cpu-{n}-8b", "metric": "us"}, "{:.2f}", scale=0.001)
             for n in ("8k", "32k", "128k")] + [Cell("128k, times SDPA", {"case": "cpu-128k-8b", "metric": "speedup"},
