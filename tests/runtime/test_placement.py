@@ -164,6 +164,7 @@ def test_too_little_memory_of_the_cpu_is_refused_before_the_prompt_is_read(monke
 
 
 @pytest.mark.slow
+@torch.no_grad()
 def test_ten_thousand_tokens_take_no_more_memory():
     """Of an answer whose storage is there from the beginning: what lies beside it does not grow."""
     model, steps = make_model(max_position_embeddings=16_384), 10_000
