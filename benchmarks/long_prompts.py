@@ -46,7 +46,8 @@ def measure(model: Any, trained: Any, place: str, ids: torch.Tensor, chunk: int,
         attachment.prefill(ids[:, :-1], chunk_size=chunk, cache=cache)
         synchronize(ids)
         found = {"prompt_s": time.perf_counter() - began}
-        found["ms"], _ = steps(lambda token: attachment.step(token, cache), ids[:, -1:], tokens, WARM)
+        found["ms"], _ = steps(lambda token: attachment.step(token, cache), ids[:, -1:], tokens, WARM,
+                               drawn=model.config.vocab_size)
         report = attachment.report()
         print(f"    {place}: {report['replayed_steps']} steps planned, hit rate {report['hit_rate']}, "
               f"{report['not_replayed']}", flush=True)

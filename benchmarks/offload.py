@@ -3,9 +3,9 @@
     python benchmarks/offload.py [--cases coder-30k-b1 8b-128k-b1 ...] [--methods full_host sketch_phi-1% ...]
                                  [--model PATH] [--artifacts FOLDER] [--tokens 64] [--minutes 25] [--output FOLDER]
 
-Cases, models and prompts are those of `generate.py` and two more; caches of the cases `8b-*` are drawn, their
-models' weights random, and so is which rows they ask for again: hits of these are no model's. Methods, in one run over
-one cache on the GPU and one in CPU memory:
+Cases, models and prompts are those of `generate.py` and two more; of the cases `8b-*` caches and tokens are drawn and
+weights random, and so is which rows are asked for again: hits of these are no model's. Methods, in one run over one
+cache on the GPU and one in CPU memory:
 
 - full: full attention, keys on the GPU; full_most: the same of as many requests as fit there (`rows`);
   full_host: full attention whose kernel reads keys and values of every layer but the first in CPU memory;
@@ -85,10 +85,14 @@ def bus(device: str, size: int) -> dict[str, float]:
 @torch.no_grad()
 def steps(
     step: Callable[[Tensor], Tensor], token: Tensor, count: int, warm: int, begin: Callable[[], Any] = lambda: None,
+    drawn: int = 0,
 ) -> tuple[float, Tensor]:
-    """Milliseconds a token of the last `count`, and all tokens `[B, warm + count]`. begin: called before the first that
-    is timed."""
+    """Milliseconds a token of the last `count`, and the likeliest tokens after all `[B, warm + count]`. begin: called
+    before the first that is timed. drawn: the next token is one of so many, in place of the likeliest, of which a model
+    of random weights repeats some."""
     made = []
+    others = torch.randint(1, max(2, drawn), (warm + count, *token.shape), device=token.device,
+                           generator=torch.Generator(token.device).manual_seed(3))
     for i in range(warm + count):
         if i == warm:
             begin()
@@ -96,6 +100,8 @@ def steps(
             began = time.perf_counter()
         token = step(token)[:, -1].argmax(-1, keepdim=True).clone()
         made.append(token)
+        if drawn:
+            token = others[i]
     synchronize(token)
     return 1e3 * (time.perf_counter() - began) / count, torch.cat(made, dim=1).cpu()
 
@@ -120,6 +126,8 @@ class Held:
 
     def __init__(self, model: Any, trained: Any, ids: Tensor, drawn: bool, room: int) -> None:
         self.model, self.trained, self.ids, self.drawn, self.room = model, trained, ids, drawn, room
+        self.vocabulary = model.config.vocab_size if drawn else 0
+        """Tokens that steps are drawn from; 0: they take the likeliest."""
         self.cache: SparseCache | None = None
         self.kind = ""
         self.seconds = 0.0
@@ -200,7 +208,8 @@ def ours(held: Held, method: str, tokens: int) -> tuple[Any, Tensor]:
             attachment.counters.clear()
 
         count, warm = {"full_host": (max(4, tokens // 8), 4), "faiss": (PEER_TOKENS, 1)}.get(method, (tokens, WARM))
-        ms, made = steps(lambda token: attachment.step(token, cache), ids[:rows, -1:], count, warm, begin)
+        ms, made = steps(lambda token: attachment.step(token, cache), ids[:rows, -1:], count, warm, begin,
+                         held.vocabulary)
         report = attachment.report()
         print(f"    {method}: {report['replayed_steps']} steps planned, {report['captures']} captures, "
               f"{report['selectivity']:.4f} read, {report['not_replayed']}", flush=True)
@@ -243,7 +252,7 @@ def theirs(held: Held) -> tuple[Any, Tensor]:
         place = torch.full_like(token, peer.get_seq_length())
         return model(input_ids=token, position_ids=place, past_key_values=peer, use_cache=True).logits
 
-    ms, made = steps(step, ids[:, -1:], PEER_TOKENS, 2)
+    ms, made = steps(step, ids[:, -1:], PEER_TOKENS, 2, drawn=held.vocabulary)
     return {"ms": ms, "host_gb": size / 1e9, "bus_mb": size / 1e6}, made
 
 

@@ -244,6 +244,14 @@ SPEED = Page(
               "`placement=\"offload\"`, one run; the weights of the 8B shape take 16 GB of the GPU. Its keys are "
               "drawn, and so is which rows it asks for again: hits are a model's in the cases of the 1.5B alone.", HELD,
               curves="offload"),
+        Table("Rows that a step finds on the GPU", "hot_rows", {"case": "budget", "method": "table, times a list"}, [
+            Cell("share of the listed rows", {"metric": "hit_rate"}, "{:.2f}")],
+              words={f"{name}-{times}": f"{title}, {times}" for times in (1, 2, 4, 8, 16) for name, title in (
+                  ("lru", "read last"), ("direct", "one slot a token"), ("ways2", "two slots a token"))}),
+        Table("Prompts with keys in CPU memory", "long_prompts", {"case": "model, tokens", "method": "keys"}, [
+            Cell("prompt [s]", {"metric": "prompt_s"}, "{:.2f}"), Cell("index [s]", {"metric": "index_s"}, "{:.2f}"),
+            Cell("ms per token", {"metric": "ms"}), Cell("GPU memory [GB]", {"metric": "gpu_gb"})],
+              words={"gpu": "on the GPU", "offload": "in CPU memory", "offload@24": "in CPU memory, 24 GB of GPU"}),
         Table("A step of one layer on a CPU", "runtime", {"method": "selector"}, [
             Cell(f"{n} [ms]", {"case": f"cpu-{n}-8b", "metric": "us"}, "{:.2f}", scale=0.001)
             for n in ("8k", "32k", "128k")] + [Cell("128k, times SDPA", {"case": "cpu-128k-8b", "metric": "speedup"},

@@ -37,6 +37,8 @@ CASES = {
         ("no method has it", "--output NEW --methods topk --candidates 0.2"),
         ("unknown --placement", "--output NEW --methods topk --placement disk"),
         ("scores keys at every step", "--output NEW --methods topk --placement offload"),
+        ("unknown --kv-memory", "--output NEW --methods quest --kv-memory much"),
+        ("scores keys at every step", "--output NEW --methods topk --kv-memory 4"),
         ("prefill is 'half'", "--output NEW --prefill half"),
         ("unknown completion", "--output NEW --methods topk --completion magic"),
         ("unknown tasks", "--output NEW --tasks chess"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ class Coming(NamedTuple):
 class Ahead:
     """Keys and values of a cache's layers in CPU memory, one layer after the other, whole, on the device that attends:
     two layers of them lie there at most. What is stored of a layer must not change between two reads, but by tokens
-    that are appended; a cache that is cut or reordered has a new one."""
+    that are appended: a cache that is cut or reordered calls `stop`."""
 
     def __init__(self) -> None:
         self.coming: Coming | None = None
@@ -30,17 +31,28 @@ class Ahead:
         """Keys and values `[B, Hkv, n, d]` of all tokens of a layer. The next one that lies in CPU memory and does not
         have this pass's tokens yet begins to come."""
         layer, held = layers[index], self.coming
-        self.coming = None
         if held is None or held.layer is not layer or held.data.device != device:
+            self.stop()
             held = Coming(layer, 0, self._room(layer, device, layer.both.shape[2]), None)
         if held.event is not None:
             torch.cuda.current_stream(device).wait_event(held.event)
+        self.coming = None
         copy(layer.both, held.data, held.tokens, layer.both.shape[2])
         following = next((x for x in layers[index + 1:] if hasattr(type(x), "both")), None)
         if following is not None and 0 < following.get_seq_length() < layer.get_seq_length():
             self.coming = self._start(following, device, layer.get_seq_length())
         keys, values = held.data[:, :, :layer.both.shape[2]].chunk(2, dim=-1)
         return keys, values
+
+    def stop(self) -> None:
+        """Let go of what is coming; its memory is for others once it is there."""
+        if self.coming is not None and self.coming.event is not None:
+            torch.cuda.current_stream(self.coming.data.device).wait_event(self.coming.event)
+        self.coming = None
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # at exit CUDA may be gone
+            self.stop()
 
     def _start(self, layer: Any, device: torch.device, length: int) -> Coming:
         tokens, data = layer.get_seq_length(), self._room(layer, device, length)

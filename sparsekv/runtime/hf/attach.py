@@ -141,10 +141,9 @@ class Attachment:
         replayed_steps, captures and capture_seconds [s]: steps of CUDA graphs; not_replayed: why the last step that was
         not could not be, or None. sparse_from: the length from which caches decode sparsely [tokens], None: none does,
         or it is not known yet; sparse_why: what decided that. in_force: whether anything was decoded, or a prompt read,
-        sparsely; not_in_force: why not, or None. bus_bytes: keys and values that steps fetched from CPU memory [bytes];
-        hit_rate: share of the listed rows that lay on the GPU already, None where none was listed. kv_places: keys and
-        values of the last cache that was made with room for a prompt, on the GPU (`gpu_bytes`) and in CPU memory
-        (`host_bytes`)."""
+        sparsely; not_in_force: why not, or None. bus_bytes: what steps fetched from CPU memory; hit_rate: share of the
+        listed rows that lay on the GPU already, or None. kv_places: keys and values of the last cache that was made
+        with room for a prompt, on the GPU (`gpu_bytes`) and in CPU memory (`host_bytes`)."""
         rule = self.decoding.rule
         known = None if rule is None or rule.shortest == NEVER else rule.shortest
         why = self.counters.not_in_force(self.decoding)

@@ -261,7 +261,8 @@ class SparseCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
-        length, self.ahead = self._length(), Ahead()
+        self.ahead.stop()
+        length = self._length()
         if self.built is not None and length < self.built.past:
             self.built = None
         for table in self.rope.values():
@@ -274,7 +275,8 @@ class SparseCache(Cache):
                 self.layers[index] = type(layer)(sliding_window=layer.sliding_window)
             else:
                 layer.reset()
-        self.rope, self.plan, self._settled, self.built, self.ahead = {}, None, None, None, Ahead()
+        self.ahead.stop()
+        self.rope, self.plan, self._settled, self.built = {}, None, None, None
         self.moves, self.moved = (), False
 
     def reorder_cache(self, beam_idx: Any) -> None:
@@ -300,7 +302,8 @@ class SparseCache(Cache):
         return self.get_seq_length() if self.first is None else self.first.get_seq_length()
 
     def _take_rope_rows(self, index: Tensor) -> None:
-        self.built, self.ahead = None, Ahead()
+        self.ahead.stop()
+        self.built = None
         for table in self.rope.values():
             table.take_rows(index)
 
