@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
 from paged import DIM, HEADS, Engine, Request, maps, router, step, untrained
 
-from sparsekv.kernels import attend, bucket_query, codes, completion, features, indexing, routing, sketch
+from sparsekv.kernels import attend, codes, completion, features, indexing, routing, sketch
 from sparsekv.runtime.vllm.paged import Scales
 from sparsekv.runtime.vllm.summaries import OwnMeans
 
@@ -20,7 +21,7 @@ SCALES = Scales(0.3, 0.07)
 EVERY = [("mean_key", "rot", False, None), ("mlp", "pre", False, None), ("mean_key", "rot", True, None),
          ("mean_key", "rot", True, SCALES)]
 ALWAYS: list[tuple[Any, str, Any]] = [(module, "on_device", lambda x: True) for module in (
-    attend, bucket_query, codes, completion, features, indexing, routing, sketch)]
+    attend, codes, completion, features, indexing, routing, sketch, import_module("sparsekv.kernels.bucket_query"))]
 ALWAYS.append((completion, "fits", lambda q, maps: True))  # which asks a GPU
 FEW_PROGRAMS: list[tuple[Any, str, Any]] = [
     (attend, "PLAIN", attend.PLAIN._replace(programs=8)), (attend, "COMPLETED", attend.COMPLETED._replace(programs=8)),
