@@ -415,6 +415,7 @@ def launch_attend(
         if completion is not None and isinstance(completion.keys, KeyBuckets):
             features, *rest = (x.contiguous() for x in completion[:4])  # type: ignore[assignment]
             estimates = features, as_heads(completion.keys.number)
+            constants["LISTED"] = completion.keys.listed
         split_kernel[(count * heads, splits)](
             *lists, *estimates, edges, paged, sums, *sizes, ROWS=max(16, power_of_two(group)),
             FEATURES=0 if completion is None else completion.features.shape[-1], **constants,

@@ -67,7 +67,7 @@ def split_kernel(
     sink_size, heads, per_row, slots, ahead,
     PROBES: tl.constexpr, PADDED_PROBES: tl.constexpr, LISTS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
     DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WEIGHTED: tl.constexpr, FEATURES: tl.constexpr,
-    OVERLAP: tl.constexpr, AHEAD: tl.constexpr, PAGE: tl.constexpr,
+    OVERLAP: tl.constexpr, AHEAD: tl.constexpr, PAGE: tl.constexpr, LISTED: tl.constexpr = False,
 ):
     """One slice of the listed tokens and the anchors, for one of LISTS lists of a KV head and its GROUP query heads.
     With FEATURES the listed tokens also take the estimate of their bucket out of that of the mid region."""
@@ -79,7 +79,7 @@ def split_kernel(
     # buckets       Heads   [Q, Hkv, PROBES]      -1 = none
     # log_weights   Heads   [Q, H, num_listed]    added to scores, natural logarithm, if WEIGHTED
     # features      [Q, Hq, C]                    weights of the buckets, with FEATURES = C
-    # number        Heads   [B, Hkv, N] int16     the bucket of every token, with FEATURES
+    # number        Heads   [B, Hkv, N] int16     the bucket of every token, with FEATURES; [Q, H, num_listed] if LISTED
     # edges         starts, tail_starts, lengths [Q]: places of the anchors; without PAGE
     # pages         anchors [Q, A], whole [Q], table [Q, blocks]: see `Pages`, with PAGE tokens a page
     # partial.out   [Q, Hq, slots, d] fp32        written from `ahead` on: the slice's attention, normalised over itself
@@ -124,7 +124,10 @@ def split_kernel(
     mass = tl.zeros([ROWS], tl.float32)
     out = tl.zeros([ROWS, WIDTH], tl.float32)
     if FEATURES > 0:
-        number_base = number.base + cache_row * number.row + kv_head * number.head
+        if LISTED:
+            number_base = number.base + row * number.row + head * number.head
+        else:
+            number_base = number.base + cache_row * number.row + kv_head * number.head
         own_features = features + (row * heads * GROUP + head * GROUP + group)[:, None] * FEATURES
         taken, taken_mass = tl.zeros([ROWS, WIDTH], tl.float32), tl.zeros([ROWS], tl.float32)
     if AHEAD:
@@ -146,7 +149,7 @@ def split_kernel(
             added = tl.load(weights + slot, mask=valid & (slot < num_listed), other=0.0).to(tl.float32)
         if FEATURES > 0:
             listed = valid & (slot < num_listed)
-            bucket = tl.load(number_base + place, mask=listed, other=0).to(tl.int32)
+            bucket = tl.load(number_base + (slot if LISTED else place), mask=listed, other=0).to(tl.int32)
             estimate = tl.load(own_features + bucket[None, :], mask=(group < GROUP)[:, None] & listed[None, :],
                                other=0.0)
         if AHEAD:

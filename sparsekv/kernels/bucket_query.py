@@ -69,8 +69,10 @@ def bucket_remainder(query: CompletionQuery, tokens: Tensor, values: Tensor) -> 
     assert isinstance(query.keys, KeyBuckets)
     number = query.keys.number
     count, lists, listed = tokens.shape
-    flat = tokens.clamp(min=0).reshape(count, number.shape[1], lists // number.shape[1] * listed)
-    bucket = gather_rows(number[..., None], flat).reshape(count, lists, 1, listed).long()
+    if not query.keys.listed:
+        flat = tokens.clamp(min=0).reshape(count, number.shape[1], lists // number.shape[1] * listed)
+        number = gather_rows(number[..., None], flat)
+    bucket = number.reshape(count, lists, 1, listed).long()
     features = query.features.to(acc_dtype(query.features)).unflatten(1, (lists, -1))
     taken = features.gather(-1, bucket.expand(-1, -1, features.shape[2], -1))
     return rest_of(query, taken.masked_fill((tokens < 0)[:, :, None], 0.0), values)

@@ -129,9 +129,11 @@ class BucketSums(NamedTuple):
 
 
 class KeyBuckets(NamedTuple):
-    """Buckets of keys as a one-hot map: number `[B or 1, Hkv, N]` int16, the bucket of every token by its number."""
+    """Buckets of keys as a one-hot map: number `[B or 1, Hkv, N]` int16, the bucket of every token by its number; where
+    `listed`, `[Q, H, K]`, that of every token of the list."""
 
     number: Tensor
+    listed: bool = False
 
 
 class CompletionQuery(NamedTuple):

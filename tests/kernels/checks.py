@@ -711,6 +711,15 @@ def check_bucket_query(shape: tuple[int, ...], dtype: torch.dtype, device: str, 
         found = launch_attend(s.q, s.k, s.v, listed, **s.regions, completion=mine)
         exact = attend_tokens_reference(*s.wide(), listed, **s.regions, completion=truth)
         agree(found, exact, LIMITS[dtype], str(tuple(listed.shape)))
+        if listed.shape[1] == s.k.shape[1]:  # the same numbers, by the list
+            row = torch.arange(len(listed), device=device) // (len(listed) // len(s.k))
+            own = keys.number[row[:, None, None], torch.arange(s.k.shape[1], device=device)[:, None], listed]
+            by_list = launch_attend(s.q, s.k, s.v, listed, **s.regions, completion=mine._replace(
+                keys=KeyBuckets(own, listed=True)))
+            assert all(map(torch.equal, by_list, found))
+            exact_by_list = attend_tokens_reference(*s.wide(), listed, **s.regions, completion=truth._replace(
+                keys=KeyBuckets(own, listed=True)))
+            assert all(map(torch.equal, exact_by_list, exact))
     found = launch_attend(s.q, s.k, s.v, s.order, s.offsets, s.chosen, **s.regions, completion=mine)
     agree(found, attend_tokens_reference(*s.wide(), tokens, **s.regions, completion=truth), LIMITS[dtype], "buckets")
 

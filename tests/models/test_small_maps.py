@@ -17,6 +17,7 @@ from sparsekv.artifacts.phi import PhiArtifact
 from sparsekv.core.layer import Queries
 from sparsekv.kernels import FeatureMapWeights
 from sparsekv.models.feature_map import CentredMap, FeatureMap, FeatureMaps
+from sparsekv.runtime.vllm.index import Room
 from sparsekv.runtime.vllm.summaries import bytes_of, empty_request, seated
 from sparsekv.trainers.options import DEFAULT
 from sparsekv.trainers.phi import RECIPES
@@ -75,8 +76,8 @@ def test_vllm_s_summaries_take_it() -> None:
     for blocks in (0, 1):
         layer = trained(model, blocks).layer(1)
         assert layer is not None
-        whole = seated(empty_request(layer, (heads, 0, dim), torch.float32, torch.device("cpu")), seats=2)
-        sizes.append(bytes_of(layer, 2, torch.float32)[0])
+        whole = seated(empty_request(layer, (heads, 0, dim), torch.float32, torch.device("cpu")), Room(2, 64))
+        sizes.append(bytes_of(layer, Room(2, 64), torch.float32)[0])
         queries = Queries(q[:, :, None], torch.tensor([1]), seats=torch.tensor([1]))
         found.append(whole.query(None, queries))  # type: ignore[arg-type]
     assert sizes[0] == sizes[1] - 4 * 4 * (2 * RECIPE.width**2 + RECIPE.width + 1)  # float32, four query heads

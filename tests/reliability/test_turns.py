@@ -99,6 +99,31 @@ def test_every_row_is_what_it_is_alone(options: dict[str, Any]) -> None:
         assert attachment.report()["sparse_calls"]
 
 
+def test_a_sparse_chunk_reads_as_many_more_last_tokens_as_a_row_has_padding() -> None:
+    """A chunk has one border for all rows, by places: of a row that was moved, that of a longer window."""
+    model = model_of("llama")
+    few: dict[str, Any] = {"selector": "topk", "token_budget": 6, "dense_below": 0, "dense_layers": (),
+                           "run": RunOptions(sparse_chunks=True)}
+    (ids, mask), (more, real), _ = turns()
+
+    def logits(row: int | None, window: int) -> torch.Tensor:
+        with attach(model, **few, window_size=window) as attachment, torch.no_grad():
+            kept = slice(None) if row is None else slice(row, row + 1)
+            first, second = ((x[kept], y[kept]) for x, y in ((ids, mask), (more, real)))
+            if row is not None:
+                first, second = ((x[:, y[0].bool()], y[:, y[0].bool()]) for x, y in (first, second))
+            cache = attachment.prefill(*first)
+            whole = torch.cat([first[1], second[1]], 1)
+            return model(second[0], attention_mask=whole, past_key_values=cache,
+                         position_ids=(whole.cumsum(1) - 1).clamp(min=0)[:, -second[0].shape[1]:]).logits
+
+    both, padding = logits(None, 4), int((real[0] == 0).sum())
+    assert padding == 12 and not bool((real[1] == 0).any())
+    torch.testing.assert_close(both[1:], logits(1, 4), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(both[:1, padding:], logits(0, 4 + padding), rtol=1e-4, atol=1e-4)
+    assert float((both[:1, padding:] - logits(0, 4)).abs().max()) > 1e-2
+
+
 def test_a_turn_in_chunks_is_read_as_in_one_piece() -> None:
     """Also where a chunk has nothing but a row's padding."""
     model = model_of("llama")

@@ -8,7 +8,7 @@ import torch
 
 from sparsekv.artifacts.phi import PhiLayer
 from sparsekv.core.buckets import spherical_kmeans
-from sparsekv.core.index import RouterLayer
+from sparsekv.core.index import RouterLayer, Untrained
 from sparsekv.core.rope import RopeTable
 from sparsekv.core.selectors import SELECTORS
 from sparsekv.core.selectors.router import Router
@@ -16,8 +16,10 @@ from sparsekv.core.sketch import fit_sketch, second_moment
 from sparsekv.kernels import QueryModel, dense_attention, slots_at
 from sparsekv.models.feature_map import FeatureMap, FeatureMaps
 from sparsekv.runtime.vllm.index import LayerIndex, Room, warm
+from sparsekv.runtime.vllm.own import OwnIndex
 from sparsekv.runtime.vllm.paged import DecodeMetadata, Scales, UncodedSlots
 from sparsekv.runtime.vllm.seats import SeatMatches, SeatRule, Seats, StepRows, rows_of
+from sparsekv.runtime.vllm.summaries import OwnMeans
 
 PAGE, HEADS, GROUP, DIM, BUCKETS = 16, 2, 3, 16, 8
 SINK, WINDOW, DECODE_WINDOW, LONGEST = 4, 16, 12, 512
@@ -49,6 +51,12 @@ def router(scores: str = "mean_key", space: str = "rot", sketched: bool = True) 
     sketch = fit_sketch(second_moment(queries, HEADS)[0], mean, away.mT @ away / 200, 6, 2)
     return RouterLayer(centroids, weights if scores == "mlp" else None, space, scores, sketch if sketched else None,
                        6 if sketched else 0)
+
+
+def untrained(buckets: int = BUCKETS) -> Untrained:
+    """A layer that nothing was trained for, of so many buckets."""
+    made = Untrained.of_shape(HEADS, DIM, torch.device("cpu"))
+    return made._replace(centroids=made.centroids[:, :buckets])
 
 
 def selector(made: RouterLayer, budget: int | float, candidates: float | None) -> Router:
@@ -113,7 +121,7 @@ class Engine:
 
     def __init__(self, seats: int = 2, blocks: int = 64, dense_below: int = 0, budget: int | float = 24,
                  candidates: float | None = 0.5, made: RouterLayer | None = None, width: int = LONGEST // PAGE,
-                 completes: PhiLayer | None = None, scales: Scales | None = None, launches: bool = False):
+                 completes: PhiLayer | OwnMeans | None = None, scales: Scales | None = None, launches: bool = False):
         self.pool = torch.full((blocks, PAGE, HEADS, 2 * DIM), float("nan")).transpose(1, 2)
         self.pool[0] = 0
         self.scales = scales
@@ -121,9 +129,10 @@ class Engine:
             self.pool = self.pool.transpose(1, 2).to(torch.float8_e4m3fn).transpose(1, 2)
         made = made or router()
         self.uncoded = UncodedSlots(blocks * PAGE, torch.device("cpu"))
-        self.index = LayerIndex(selector(made, budget, candidates), self.pool, Room(seats, LONGEST), self.uncoded,
-                                scale=SCALE, rope=rope() if made.key_space == "pre" else None, maps=completes,
-                                kind=torch.float32, scales=scales)
+        index = OwnIndex if isinstance(made, Untrained) else LayerIndex
+        self.index = index(selector(made, budget, candidates), self.pool, Room(seats, LONGEST), self.uncoded,
+                           scale=SCALE, rope=rope() if made.key_space == "pre" else None, maps=completes,
+                           kind=torch.float32, scales=scales)
         self.seats = Host(seats, SeatRule(SINK, WINDOW, DECODE_WINDOW, dense_below, PAGE), launches=launches)
         self.seats.uncoded = self.uncoded
         warm([self.index], SINK)

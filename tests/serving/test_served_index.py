@@ -6,6 +6,7 @@ import pytest
 import torch
 from paged import (
     DECODE_WINDOW,
+    DIM,
     GROUP,
     HEADS,
     PAGE,
@@ -19,27 +20,30 @@ from paged import (
     rope,
     router,
     selector,
+    untrained,
 )
 
 from sparsekv.artifacts.phi import PhiLayer
-from sparsekv.core.estimators import PhiEstimator
+from sparsekv.core.estimators import CentroidEstimator, Estimator, PhiEstimator
 from sparsekv.core.index import RouterLayer
 from sparsekv.core.layer import LayerView, Queries
 from sparsekv.core.regions import Regions, TailRule
 from sparsekv.core.step import LayerState, build
 from sparsekv.runtime.vllm.paged import Scales
+from sparsekv.runtime.vllm.summaries import OwnMeans
 
 
 class Attached:
     """The same request decoded by the core, as `attach` does."""
 
     def __init__(self, request: Request, made: RouterLayer, budget: int | float, candidates: float | None,
-                 completes: PhiLayer | None = None):
+                 completes: PhiLayer | OwnMeans | None = None):
         self.request = request
         past = request.length - 1
         regions = Regions.at_prefill_end(torch.zeros(1, dtype=torch.long), past, SINK, WINDOW)
         view = LayerView(*self._cache(past), regions=regions, scale=SCALE, num_query_heads=HEADS * GROUP, rope=rope())
-        estimator = None if completes is None else PhiEstimator(completes)
+        estimator: Estimator | None = None if completes is None else (
+            CentroidEstimator() if isinstance(completes, OwnMeans) else PhiEstimator(completes))
         chooses = selector(made, budget, candidates)
         chooses.alone = False  # as requests of a server choose
         build(view, chooses, estimator)
@@ -88,6 +92,38 @@ def test_a_served_layer_gives_what_attach_gives(
             torch.testing.assert_close(mine, theirs.step(), rtol=1e-4, atol=1e-5)
         apart = max(apart, float((found[0] - bare.step()).abs().max()))
     assert (apart > 0.1) == (completes is not None), "completion makes a difference, and nothing else does"
+
+
+@pytest.mark.parametrize(("candidates", "completes", "scales"), [
+    (0.3, OwnMeans(HEADS, DIM), None), (None, None, None), (1.0, maps(), None),
+    (None, OwnMeans(HEADS, DIM), Scales(0.3, 0.07))])
+def test_without_training_a_layer_gives_what_attach_gives(
+    candidates: float | None, completes: PhiLayer | OwnMeans | None, scales: Scales | None,
+) -> None:
+    """As above, with two seats for three requests that have a prompt in common, in the same pages."""
+    made = untrained()
+    engine = Engine(seats=2, budget=12, candidates=candidates, made=made, completes=completes, scales=scales)
+    requests = [Request(seed, 400, [], flat=True, scales=scales) for seed in range(3)]
+    shared = 5 * PAGE
+    for request in requests[1:]:
+        request.k[:shared], request.v[:shared] = requests[0].k[:shared], requests[0].v[:shared]
+    engine.step([(requests[0], 150)])
+    for request, prompt in zip(requests[1:], (107, 122), strict=True):
+        request.pages, request.length = requests[0].pages[:5], shared
+        engine.step([(request, prompt - shared)])
+
+    def decode(batch: list[Request], steps: int) -> None:
+        attached: list[Attached] = []
+        for _ in range(steps):
+            found = engine.step([(r, 1) for r in batch])
+            attached = attached or [Attached(r, made, 12, candidates, completes) for r in batch]
+            for mine, theirs in zip(found, attached, strict=True):
+                assert mine is not None
+                torch.testing.assert_close(mine, theirs.step(), rtol=1e-4, atol=1e-4)
+
+    decode(requests[:2], 60)
+    decode(requests[2:], 20)
+    assert engine.seats.built[:3] == [0, 1, 0]
 
 
 @pytest.mark.parametrize("completes", [None, maps()])

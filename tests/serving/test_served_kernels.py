@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
-from paged import Engine, Request, maps, router, step
+from paged import DIM, HEADS, Engine, Request, maps, router, step, untrained
 
 from sparsekv.kernels import attend, codes, completion, features, indexing, routing, sketch
 from sparsekv.runtime.vllm.paged import Scales
+from sparsekv.runtime.vllm.summaries import OwnMeans
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a CUDA device kernels take no tensors of a CPU")
@@ -19,7 +21,7 @@ SCALES = Scales(0.3, 0.07)
 EVERY = [("mean_key", "rot", False, None), ("mlp", "pre", False, None), ("mean_key", "rot", True, None),
          ("mean_key", "rot", True, SCALES)]
 ALWAYS: list[tuple[Any, str, Any]] = [(module, "on_device", lambda x: True) for module in (
-    attend, codes, completion, features, indexing, routing, sketch)]
+    attend, codes, completion, features, indexing, routing, sketch, import_module("sparsekv.kernels.bucket_query"))]
 ALWAYS.append((completion, "fits", lambda q, maps: True))  # which asks a GPU
 FEW_PROGRAMS: list[tuple[Any, str, Any]] = [
     (attend, "PLAIN", attend.PLAIN._replace(programs=8)), (attend, "COMPLETED", attend.COMPLETED._replace(programs=8)),
@@ -56,3 +58,21 @@ def test_kernels_read_the_pages(
         found = step(engine.index, q, lanes, table)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert lanes.sparse.tolist() == [True, True, False]
+
+
+def test_kernels_read_what_was_fitted_to_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rows by places, codes and bucket means of their own, and one that reads all."""
+    completes = OwnMeans(HEADS, DIM)
+    engine = Engine(seats=3, budget=12, candidates=0.4, made=untrained(), dense_below=60, completes=completes)
+    requests = [Request(seed, 200, [], flat=True) for seed in range(3)]
+    for request, prompt in zip(requests, (90, 70, 30), strict=True):
+        engine.step([(request, prompt)])
+    engine.step([(r, 1) for r in requests])
+    assert engine.given is not None
+    expected = step(engine.index, *engine.given)
+    with monkeypatch.context() as kernels:
+        for module, name, value in ALWAYS + FEW_PROGRAMS:
+            kernels.setattr(module, name, value)
+        found = step(engine.index, *engine.given)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert engine.given[1].sparse.tolist() == [True, True, False]

@@ -13,8 +13,10 @@ import torch
 from tiny import make_model
 from tiny_artifacts import artifacts
 
+from sparsekv.core.index import Untrained
 from sparsekv.core.prefill import SparsePrompts
 from sparsekv.runtime.vllm.checks import check_engine, served_shape
+from sparsekv.runtime.vllm.index import Room
 from sparsekv.runtime.vllm.settings import ServedShape, Serving, served_model
 from sparsekv.runtime.vllm.summaries import bytes_of
 from sparsekv.util.errors import SparseKVError
@@ -72,6 +74,18 @@ def test_maps_complete_where_there_are_some(folder: Path) -> None:
     assert alone.maps(1) is not None and alone.maps(2) is None
 
 
+def test_a_budget_alone_is_served_by_what_is_fitted_to_requests(folder: Path) -> None:
+    plan = served_model(load(folder, token_budget=0.02), SHAPE)
+    assert plan.layers == {1, 2} and plan.by_means and plan.maps(1) is None
+    assert (plan.sink_size, plan.window_size) == (4, 16)
+    layer = plan.layer(1)
+    assert layer is not None and isinstance(layer.trained, Untrained) and layer.reads_codes
+    assert layer.trained.centroids.shape[::2] == (2, 16)
+    assert not served_model(load(folder, token_budget=0.02, completion="none"), SHAPE).by_means
+    completed = served_model(load(folder, token_budget=0.02, phi="phi"), SHAPE)
+    assert not completed.by_means and completed.maps(1) is not None
+
+
 def test_how_prompts_are_read(folder: Path) -> None:
     for entry, expected in (("dense", None), ("sparse", SparsePrompts()),
                             ({"share": 0.2, "shortest": 0}, SparsePrompts(share=0.2, shortest=0))):
@@ -81,7 +95,8 @@ def test_how_prompts_are_read(folder: Path) -> None:
 
 @pytest.mark.parametrize(("entries", "said"), [
     ({}, "names no router"),
-    ({"router": "router", "completion": "centroid"}, "completion 'centroid'; expected phi or none"),
+    ({"dense_below": 0}, "names no router; expected .* or token_budget alone, which decodes by what is fitted"),
+    ({"router": "router", "completion": "uniform"}, "completion 'uniform'; expected phi or centroid or none"),
     ({"router": "router", "budget": 1}, "an entry 'budget'"),
     ({"router": 3}, "router must be a name or a RouterArtifact, found 3"),
     ({"router": "router", "token_budget": 1.5}, "share of the context"),
@@ -111,6 +126,8 @@ def test_bad_entries(folder: Path, entries: dict[str, Any], said: str) -> None:
     ({"router": "router", "dense_layers": [3]}, "layer 3; this model has layers 0 to 2"),
     ({"router": "router", "completion": "phi"}, "completion phi needs trained feature maps"),
     ({"artifacts": "phi"}, "hold no router"),
+    ({"router": "router", "completion": "centroid"}, "centroid is served where nothing was trained, and there is a"),
+    ({"token_budget": 0.02, "selector": "router"}, "selector router needs a trained router"),
     ({"router": "router", "phi": "phi"}, "different sink_size"),
     ({"router": "router", "candidates": 2.0}, "candidates of selector sketch must be .* from 0.0 to 1.0, found 2.0"),
 ])
@@ -123,7 +140,7 @@ def test_maps_of_keys_with_blocks_are_not_served() -> None:
     maps = artifacts(make_model(), centred=False, key_blocks=1)[1].layer(1)
     assert maps is not None
     with pytest.raises(SparseKVError, match=r"residual blocks.*completion none in the settings file"):
-        bytes_of(maps, 2, torch.float32)
+        bytes_of(maps, Room(2, 64), torch.float32)
 
 
 def test_another_model(folder: Path) -> None:

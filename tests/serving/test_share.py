@@ -7,30 +7,36 @@ from typing import Any
 
 import pytest
 import torch
-from paged import HEADS, LONGEST, PAGE, SCALE, maps, rope, router, selector
+from paged import DIM, HEADS, LONGEST, PAGE, SCALE, maps, rope, router, selector, untrained
 
 from sparsekv.artifacts.phi import PhiLayer
+from sparsekv.core.index import RouterLayer, Untrained
 from sparsekv.runtime.vllm.index import LayerIndex, Room
+from sparsekv.runtime.vllm.own import OwnIndex
 from sparsekv.runtime.vllm.paged import UncodedSlots
 from sparsekv.runtime.vllm.share import Counted, MemoryPlan, count, count_in, memory_plan, seats_within
+from sparsekv.runtime.vllm.summaries import OwnMeans
 from sparsekv.util.errors import SparseKVError
 
 
 @pytest.mark.parametrize("seats", [1, 5])
-@pytest.mark.parametrize("completes", [None, maps()])
-@pytest.mark.parametrize("kind", [("mean_key", "rot", True), ("mlp", "pre", True), ("mean_key", "rot", False)])
+@pytest.mark.parametrize(("made", "completes"), [
+    *((made, completes) for made in (router(), router("mlp", "pre"), router(sketched=False), untrained())
+      for completes in (None, maps())), (untrained(), OwnMeans(HEADS, DIM))])
 def test_what_a_layer_keeps_is_what_was_foretold(
-    kind: tuple[str, str, bool], completes: PhiLayer | None, seats: int,
+    made: RouterLayer, completes: PhiLayer | OwnMeans | None, seats: int,
 ) -> None:
-    made, blocks = router(*kind), 7
+    own, blocks = isinstance(made, Untrained), 7
     pool = torch.zeros(blocks, PAGE, HEADS, 2 * made.centroids.shape[-1]).transpose(1, 2)
-    layer = LayerIndex(selector(made, 8, 0.5), pool, Room(seats, LONGEST), UncodedSlots(blocks * PAGE, pool.device),
-                       scale=SCALE, rope=rope(), maps=completes)
+    layer = (OwnIndex if own else LayerIndex)(
+        selector(made, 8, 0.5), pool, Room(seats, LONGEST), UncodedSlots(blocks * PAGE, pool.device), scale=SCALE,
+        rope=rope(), maps=completes)
     kept = memory_plan([(selector(made, 8, 0.5), completes)], LONGEST, pool.dtype)
     expected = kept.of(blocks * PAGE + 1, seats)  # one more, of what has no slot
     counters = layer.spent.nbytes
-    assert (kept.slot > 0) == kind[2]
-    assert layer.nbytes - counters <= expected if completes else layer.nbytes - counters == expected
+    assert (kept.slot > 0) == (made.sketch is not None and not own)
+    of_maps = isinstance(completes, PhiLayer)
+    assert layer.nbytes - counters <= expected if of_maps else layer.nbytes - counters == expected
 
 
 def test_as_many_seats_as_the_share_holds() -> None:
@@ -59,7 +65,7 @@ def test_pages_and_what_lies_beside_them_fit(available: int) -> None:
         count(kept, 5_000, 400, 8)
 
 
-def test_a_worker_leaves_it_out() -> None:
+def test_a_worker_leaves_it_out(caplog: pytest.LogCaptureFixture) -> None:
     class Worker:
         vllm_config = SimpleNamespace(name="config")
 
@@ -79,3 +85,4 @@ def test_a_worker_leaves_it_out() -> None:
         count_in(worker, counted)
     assert [Own().determine_available_memory() for _ in range(2)] == [60, 100]
     assert asked == [("config", 100)] * 2, "counted once, whatever inherits"
+    assert caplog.text.count("no layer of this model decodes sparsely") == 1

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from sparsekv.artifacts.phi import PhiLayer
-from sparsekv.core.estimators import PhiEstimator
-from sparsekv.core.index import Buckets, RouterLayer, list_whole
-from sparsekv.core.layer import LayerView, Queries, mapped
+from sparsekv.core.estimators import Estimator, PhiEstimator
+from sparsekv.core.index import Buckets, RouterLayer, Untrained, list_whole
+from sparsekv.core.layer import LayerView, Queries
 from sparsekv.core.prefill import SparsePrompts
 from sparsekv.core.regions import Regions
 from sparsekv.core.rope import RopeTable
@@ -25,7 +25,7 @@ from sparsekv.core.stacked import STACKED_BYTES, in_pieces, key_bytes
 from sparsekv.core.step import build_layers, grow, sparse_step
 from sparsekv.kernels import QueryModel, Sketch
 from sparsekv.runtime.vllm.paged import DecodeMetadata, LayerPages, PagedView, Scales, UncodedSlots
-from sparsekv.runtime.vllm.summaries import bytes_in, empty_request, seated
+from sparsekv.runtime.vllm.summaries import Copied, OwnMeans, bytes_in, empty_request, put_row, put_summary, seated
 from sparsekv.util.memory import memory_of
 
 WARM = 64
@@ -52,19 +52,19 @@ class LayerIndex:
     """A layer's pages, and the selector and the estimator that decode over them, of which a row is a seat; the lists of
     buckets lie one after another, `[1, Hkv, seats · longest]`. Seat `seats` is nobody's: its buckets are empty.
 
-    selector: of this layer, with the artifact's part that these heads need; maps: these heads' feature maps, None: what
-    is not read is not estimated. kind and scales: of a float8 cache (`paged.LayerPages`)."""
+    selector: of this layer, with the artifact's part that these heads need; maps: these heads' feature maps, or bucket
+    means, None: what is not read is not estimated. kind and scales: of a float8 cache (`paged.LayerPages`)."""
 
     def __init__(self, selector: Router, pool: Tensor, room: Room, uncoded: UncodedSlots, *, scale: float,
-                 rope: RopeTable | None = None, maps: PhiLayer | None = None, kind: torch.dtype | None = None,
-                 scales: Scales | None = None):
+                 rope: RopeTable | None = None, maps: PhiLayer | OwnMeans | None = None,
+                 kind: torch.dtype | None = None, scales: Scales | None = None):
         self.pages = pages = LayerPages(pool, uncoded, kind, scales)
         self.room, self.scale, self.rope, device = room, scale, rope, pool.device
         self.selector = copy.copy(selector)
         # rows come and go between steps, and codes are written with their keys
         self.selector.alone, self.selector.fit = False, "fixed"  # type: ignore[attr-defined]
         self.selector.layer = trained = _placed(selector.trained, device, pages.kind)
-        self.requests: list[tuple[Router | None, PhiEstimator | None]] = [(None, None)] * room.seats
+        self.requests: list[tuple[Router | None, Estimator | None]] = [(None, None)] * room.seats
         nowhere = torch.zeros(1, dtype=torch.int64, device=device)
         self.none = Regions(nowhere, nowhere, 0, 0)
         self.spent = torch.zeros(2, room.seats + 1, dtype=torch.int64, device=device)
@@ -72,7 +72,7 @@ class LayerIndex:
         self.fresh = self.completes = None
         if maps is not None:
             self.fresh = empty_request(maps, pages.keys.shape, pages.kind, device)
-            self.completes = seated(self.fresh, room.seats, pages.scales.key)
+            self.completes = seated(self.fresh, room, pages.scales.key)
         self.turns = whole.weights is not None and trained.key_space == "pre"
 
     def _by_seat(self, trained: RouterLayer) -> Any:
@@ -89,18 +89,23 @@ class LayerIndex:
         whole.codes = whole.basis = whole.side = whole.first = None
         if whole.reads_codes:
             assert trained.sketch is not None
-            pages.keep_codes(trained.sketch, trained.sketch_bytes)
-            whole.codes = pages.codes
+            whole.codes = self._room_for_codes(trained.sketch, trained.sketch_bytes)
             whole.side = trained.sketch.queries.new_zeros(self.room.seats + 1, *trained.sketch.queries.shape)
         return whole
+
+    def _room_for_codes(self, sketch: Sketch, width: int) -> Tensor | None:
+        """The codes that steps read: those of all slots."""
+        self.pages.keep_codes(sketch, width)
+        return self.pages.codes
 
     @property
     def nbytes(self) -> int:
         """Bytes that the layer keeps beside its pages."""
-        kept = None if self.completes is None else (
-            *(getattr(self.completes, name) for name in self.completes.row_state), self.completes.layer.offset,
-            self.completes.key_map, self.completes.weights)
-        return bytes_in((self.by_seat.buckets, self.spent, self.pages.codes, self.by_seat.side, kept))
+        kept = None if self.completes is None else tuple(
+            getattr(self.completes, name) for name in self.completes.row_state)
+        if isinstance(self.completes, PhiEstimator):
+            kept = kept, self.completes.layer.offset, self.completes.key_map, self.completes.weights
+        return bytes_in((self.by_seat.buckets, self.spent, self.by_seat.codes, self.by_seat.side, kept))
 
     def step(self, q: Tensor, metadata: DecodeMetadata, table: Tensor, out: Tensor) -> Tensor:
         """A decode step of one query a row, q `[R, Hq, d]` with RoPE, into out `[R, Hq, d]`: over the row's anchors and
@@ -110,8 +115,7 @@ class LayerIndex:
             columns = columns.clamp(0, self.rope.tables()[0].shape[1] - 1)
         # one row of R queries; what each of them sees the metadata say
         queries = Queries(q.transpose(0, 1)[None], metadata.anchored, self.rope, metadata.seat, columns)
-        view = PagedView(pages=self.pages, regions=self.none, scale=self.scale, num_query_heads=q.shape[1],
-                         rope=self.rope, metadata=metadata, table=table, out=out)
+        view = self._view(regions=self.none, num_query_heads=q.shape[1], metadata=metadata, table=table, out=out)
         sparse_step(view, queries, self.by_seat, self.completes)
         return out
 
@@ -125,12 +129,14 @@ class LayerIndex:
         out = reads.read(view, q.transpose(0, 1)[None])[0].transpose(0, 1)
         return out if self.pages.scales.value == 1 else out * self.pages.scales.value
 
-    def request(self, slots: Tensor | None, regions: Regions) -> PagedView:
-        """A request whose tokens up to the mid region's end lie in `slots [N]`."""
-        return PagedView(pages=self.pages, regions=regions, scale=self.scale,
-                         num_query_heads=self.pages.keys.shape[0], rope=self.rope, slots=slots)
+    def request(self, slots: Tensor | None, regions: Regions, seat: int = 0) -> PagedView:
+        """The request of a seat, whose tokens up to the mid region's end lie in `slots [N]`."""
+        return self._view(seat, regions=regions, num_query_heads=self.pages.keys.shape[0], slots=slots)
 
-    def put(self, seat: int, selector: Any, summary: PhiEstimator | None, view: PagedView) -> list[Copied]:
+    def _view(self, seat: int = 0, **given: Any) -> PagedView:
+        return PagedView(pages=self.pages, scale=self.scale, rope=self.rope, **given)
+
+    def put(self, seat: int, selector: Any, summary: Estimator | None, view: PagedView) -> list[Copied]:
         """A request's index has its seat's rows from now on, and its summary likewise: what is to be copied there."""
         whole, copied, first = self.by_seat, [], seat * self.room.longest
         listed = selector.buckets
@@ -142,24 +148,22 @@ class LayerIndex:
         listed_to = whole.buckets.order[:, :, first:first + listed.order.shape[2]]
         copied.append((listed_to[0], listed.order[0]))
         torch.add(listed.offsets[0], first, out=whole.buckets.offsets[seat])
-        rows = _put(whole.buckets._replace(order=None, offsets=None), seat,
-                    listed._replace(order=None, offsets=None), copied)
+        rows = put_row(whole.buckets._replace(order=None, offsets=None), seat,
+                       listed._replace(order=None, offsets=None), copied)
         if selector.buckets is not None:
             selector.buckets = rows._replace(order=listed_to, offsets=listed.offsets)
         copied.append((self.spent[0, seat], selector.budget[0]))
         if whole.codes is not None:
-            selector.codes = whole.codes
+            self._put_codes(seat, selector, view, copied)
             copied += [(whole.side[seat], selector.sketch.queries[0]), (self.spent[1, seat], selector.pool[0])]
         if self.completes is not None and summary is not None:
-            copied.append((self.completes.layer.offset[seat], summary.layer.offset.reshape(-1)))
-            for name in summary.row_state:
-                setattr(summary, name, _put(getattr(self.completes, name), seat, getattr(summary, name), copied))
+            put_summary(self.completes, seat, summary, first, copied)
         self.requests[seat] = selector, summary
         return copied
 
-
-Copied = tuple[Tensor, Tensor]
-"""A place, and what is written there."""
+    def _put_codes(self, seat: int, selector: Any, view: PagedView, copied: list[Copied]) -> None:
+        """Those of a request's keys lie by slot already."""
+        selector.codes = self.by_seat.codes
 
 
 def build_seat(
@@ -171,7 +175,7 @@ def build_seat(
     if not indices:
         return
     _encode_missing(indices, slots)
-    views = [index.request(slots, regions) for index in indices]
+    views = [index.request(slots, regions, seat) for index in indices]
     for some in in_pieces(list(zip(indices, views, strict=True)), max(map(key_bytes, views)), at_once(slots.device)):
         selectors = [copy.copy(index.selector) for index, _ in some]
         for selector in selectors:
@@ -188,7 +192,7 @@ def extend_seat(indices: Sequence[LayerIndex], seat: int, slots: Tensor, old: Re
     copied: list[Copied] = []
     _encode_missing(indices, slots)
     for index in indices:
-        (selector, summary), view = index.requests[seat], index.request(slots, regions)
+        (selector, summary), view = index.requests[seat], index.request(slots, regions, seat)
         assert selector is not None
         grow(view, old, selector, summary)
         copied += index.put(seat, selector, summary, view)
@@ -241,17 +245,7 @@ def _placed(trained: RouterLayer, device: torch.device, kind: torch.dtype) -> Ro
     kind = torch.promote_types(kind, torch.float32)
     weights = None if trained.weights is None else QueryModel(*(w.to(device) for w in trained.weights))
     sketch = None if trained.sketch is None else Sketch(*(x.to(device, kind) for x in trained.sketch))
-    return RouterLayer(trained.centroids.to(device), weights, trained.key_space, trained.scores, sketch,
-                       trained.sketch_bytes)
-
-
-def _put(rows: Any, seat: int, values: Any, copied: list[Copied]) -> Any:
-    """The row of a seat, of tensors or named tuples of them; copied gets it, and what was found of one request."""
-    def put(one: Tensor, all_rows: Tensor) -> Tensor:
-        copied.append((all_rows[seat], one[0]))
-        return all_rows[seat:seat + 1]
-
-    return mapped(put, values, rows)
+    return trained._replace(centroids=trained.centroids.to(device), weights=weights, sketch=sketch)
 
 
 def _shapes(
@@ -270,9 +264,10 @@ def _shapes(
 
 
 def bytes_by_slot(selector: Router) -> int:
-    """Bytes that a layer keeps beside a slot of its pages: the slot's code."""
+    """Bytes that a layer keeps beside a slot of its pages: the slot's code. Where nothing was trained codes lie by
+    seat."""
     trained = selector.trained
-    if not selector.reads_codes or trained.sketch is None:
+    if not selector.reads_codes or trained.sketch is None or isinstance(trained, Untrained):
         return 0
     return trained.centroids.shape[0] * trained.sketch_bytes
 
@@ -283,7 +278,9 @@ def bytes_by_seat(selector: Router, room: Room, dtype: torch.dtype) -> int:
     heads, _, dim = trained.centroids.shape
     shapes = _shapes(trained, room, dtype, by_means=(selector.scores or trained.scores) == "mean_key")
     total = sum(math.prod(shape) * kind.itemsize for shape, kind in shapes.values())
-    if bytes_by_slot(selector) and trained.sketch is not None:
+    if isinstance(trained, Untrained):
+        total += (heads * trained.sketch_bytes + 4) * room.seats * room.longest + 4
+    if selector.reads_codes and trained.sketch is not None:
         total += torch.promote_types(dtype, torch.float32).itemsize * (room.seats + 1) * heads * dim * (
             trained.sketch.rank)
     return total

@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsekv.core.index import Untrained
 from sparsekv.core.rope import RopeTable
 from sparsekv.runtime.break_even import dense_rule
 from sparsekv.runtime.vllm.checks import check_pages
 from sparsekv.runtime.vllm.graphs import TURN, capture_twice
 from sparsekv.runtime.vllm.index import LayerIndex, Room, warm
+from sparsekv.runtime.vllm.own import OwnIndex
 from sparsekv.runtime.vllm.paged import DecodeMetadata, Scales, UncodedSlots
 from sparsekv.runtime.vllm.parts import kept_beside, layer_number, part_of, plan_for, seats_of
 from sparsekv.runtime.vllm.prompts import Piece, hold, pieces_of, warm_blocks, without
@@ -70,8 +72,9 @@ class ServedLayer:
         if self.index is None or self.pages != (pool.data_ptr(), pool.shape):
             check_pages(pool.shape, self.impl.num_kv_heads, self.impl.head_size, self.builder.seats.rule.page)
             uncoded = self.builder.make_room(pool, again=self.index is not None)
-            self.index = LayerIndex(self.selector, pool, self.builder.room, uncoded, scale=self.impl.scale,
-                                    rope=self.builder.rope, maps=self.maps, **self._rounded())
+            kind = OwnIndex if isinstance(self.selector.trained, Untrained) else LayerIndex
+            self.index = kind(self.selector, pool, self.builder.room, uncoded, scale=self.impl.scale,
+                              rope=self.builder.rope, maps=self.maps, **self._rounded())
             self.pages = (pool.data_ptr(), pool.shape)
         return self.index
 
@@ -110,9 +113,12 @@ class SparseBuilder(AttentionMetadataBuilder):
         centroids, size = self.sparse_layers[0].selector.trained.centroids, kv_cache_spec.dtype.itemsize
         token = 2 * centroids.shape[0] * centroids.shape[2] * size
         rule = dense_rule(serving.dense_below, token_bytes=token, device=device.type)
-        logging.getLogger("vllm.sparsekv").info(
-            "requests decode sparsely from %d tokens on, %d of a batch together: %s", rule.shortest, rule.together,
-            rule.why)
+        log = logging.getLogger("vllm.sparsekv")
+        log.info("requests decode sparsely from %d tokens on, %d of a batch together: %s", rule.shortest, rule.together,
+                 rule.why)
+        if rule.shortest > longest:
+            log.warning("sparsekv: no request decodes sparsely: requests have at most %d tokens (--max-model-len) and "
+                        "do from %d on; set dense_below in the settings file", longest, rule.shortest)
         seat_rule = SeatRule(self.plan.sink_size, self.plan.window_size, serving.decode_window, rule.shortest,
                         kv_cache_spec.block_size)
         self.kept = kept_beside(vllm_config, self.plan)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from sparsekv.artifacts.phi import PhiLayer
+from sparsekv.core.index import Untrained
 from sparsekv.core.selectors.router import Router
 from sparsekv.runtime.vllm import summaries
 from sparsekv.runtime.vllm.checks import check_engine, head_slice, served_shape
@@ -17,6 +18,7 @@ from sparsekv.runtime.vllm.index import heads_of
 from sparsekv.runtime.vllm.prompts import prompt_bytes
 from sparsekv.runtime.vllm.settings import VARIABLE, ServedModel, ServedShape, Serving, served_model, settings_path
 from sparsekv.runtime.vllm.share import Counted, MemoryPlan, count, memory_plan, seats_within
+from sparsekv.runtime.vllm.summaries import OwnMeans
 from sparsekv.util.errors import SparseKVError
 from sparsekv.util.memory import memory_of
 
@@ -45,13 +47,19 @@ def layer_number(name: str) -> int:
     return numbers[0]
 
 
-def part_of(config: Any, plan: ServedModel, layer_idx: int, impl: Any) -> tuple[Router, PhiLayer | None]:
-    """Selector and feature maps of the heads that this rank holds of a layer that decodes sparsely."""
-    selector, maps = plan.layer(layer_idx), plan.maps(layer_idx)
+def part_of(config: Any, plan: ServedModel, layer_idx: int, impl: Any) -> tuple[Router, PhiLayer | OwnMeans | None]:
+    """Selector and completion of the heads that this rank holds of a layer that decodes sparsely."""
+    selector = plan.layer(layer_idx)
+    maps: PhiLayer | OwnMeans | None = plan.maps(layer_idx)
     assert selector is not None
     own = head_slice(config, selector.trained.centroids.shape[0], impl.num_kv_heads)
-    selector.layer = heads_of(selector.layer, *own)
-    if maps is not None:
+    if isinstance(selector.layer, Untrained):
+        selector.layer = Untrained.of_shape(impl.num_kv_heads, impl.head_size, torch.device("cpu"))
+    else:
+        selector.layer = heads_of(selector.layer, *own)
+    if plan.by_means:
+        maps = OwnMeans(impl.num_kv_heads, impl.head_size)
+    elif isinstance(maps, PhiLayer):
         maps = summaries.heads_of(maps, head_slice(config, maps.offsets.shape[1], impl.num_heads), own)
     return selector, maps
 

@@ -8,8 +8,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from sparsekv.artifacts.phi import PhiArtifact, PhiLayer
 from sparsekv.artifacts.router import RouterArtifact
+from sparsekv.core.index import Untrained
 from sparsekv.core.prefill import SparsePrompts
 from sparsekv.core.registry import NONE, served
 from sparsekv.core.selectors.router import Router
@@ -19,6 +22,7 @@ from sparsekv.util.config import option
 from sparsekv.util.errors import SparseKVError
 
 VARIABLE = "SPARSEKV_SETTINGS"
+MEANS = "centroid"
 
 
 class ServedShape(NamedTuple):
@@ -49,11 +53,11 @@ class Serving(SparseConfig):
     def check(self, where: str | None = None) -> None:
         """Check as `SparseConfig` does, and refuse what is not served. Raises SparseKVError."""
         super().check(where)
-        if self.router is None and self.artifacts is None:
+        if self.router is None and self.artifacts is None and self.token_budget is None:
             raise SparseKVError(f"{where} names no router; expected an entry artifacts, or router, with the folder of "
-                                "one")
+                                "one, or token_budget alone, which decodes by what is fitted to every request")
         known: dict[str, tuple[Any, ...]] = {
-            "selector": (None, *served()), "completion": (None, "phi", NONE), "probes": (None,),
+            "selector": (None, *served()), "completion": (None, "phi", MEANS, NONE), "probes": (None,),
             "placement": ("gpu",), "kv_memory": (None,), "options": ({},)}
         for name, values in known.items():
             if (value := getattr(self, name)) not in values:
@@ -63,16 +67,18 @@ class Serving(SparseConfig):
 
 @dataclass(frozen=True)
 class ServedModel:
-    """Settings with what they name, checked against a model. selector: as `attach` makes it of the same options;
-    layers: those that decode sparsely; phi: what completes them, if anything does."""
+    """Settings with what they name, checked against a model. router: None where nothing was trained; selector: as
+    `attach` makes it of the same options; layers: those that decode sparsely; phi: the feature maps that complete them;
+    by_means: bucket means of every request do."""
 
     serving: Serving
-    router: RouterArtifact
+    router: RouterArtifact | None
     selector: Router
     layers: frozenset[int]
     sink_size: int
     window_size: int
     phi: PhiArtifact | None = None
+    by_means: bool = False
 
     @cached_property
     def reads(self) -> SparsePrompts | None:
@@ -99,26 +105,34 @@ def settings_path() -> str | None:
 
 def served_model(serving: Serving, shape: ServedShape) -> ServedModel:
     """Load what the settings name. Raises SparseKVError in one sentence where they do not fit the model."""
-    completion = serving.completion
-    router, phi = load_artifacts(serving.artifacts, serving.router, None if completion == NONE else serving.phi)
-    if router is None:
+    completion, off = serving.completion, (MEANS, NONE)
+    router, phi = load_artifacts(serving.artifacts, serving.router, None if completion in off else serving.phi)
+    if router is None and serving.token_budget is None:
         raise SparseKVError(f"the artifacts {serving.artifacts!r} hold no router; expected a folder with router/, or "
-                            "an entry router beside it")
+                            "an entry router, or token_budget, beside it")
+    if completion == MEANS and router is not None:
+        raise SparseKVError("completion centroid is served where nothing was trained, and there is a router; leave out "
+                            "the router and artifacts, or take completion phi or none")
     if completion == "phi" and phi is None:
         raise SparseKVError("completion phi needs trained feature maps; expected artifacts with phi/, or an entry phi "
                             "with the folder of some")
-    phi = None if completion == NONE else phi
-    what = f"the router {str(router.path or '')!r}"
-    _check_shape(router.config.model, shape, what)
+    phi = None if completion in off else phi
+    if router is not None:
+        what = f"the router {str(router.path or '')!r}"
+        _check_shape(router.config.model, shape, what)
+        if serving.selector == "sketch" and router.sketch is None:
+            raise SparseKVError(f"{what} has no sketches, which selector sketch needs; train it with them, or serve "
+                                "with selector router")
     if phi is not None:
         _check_shape(phi.config.model, shape, f"the feature maps {str(phi.path or '')!r}")
-    if serving.selector == "sketch" and router.sketch is None:
-        raise SparseKVError(f"{what} has no sketches, which selector sketch needs; train it with them, or serve with "
-                            "selector router")
     selector = choose_selector(SparseConfig.of(serving), router)
     assert isinstance(selector, Router)
-    layers = frozenset(router.config.layers) - dense_by_number(serving.dense_layers, shape.num_layers)
-    return ServedModel(serving, router, selector, layers, *serving.sizes(router, phi), phi)
+    if router is None:
+        selector.layer = Untrained.of_shape(shape.num_kv_heads, shape.head_dim, torch.device("cpu"))
+    able = range(shape.num_layers) if router is None else router.config.layers
+    layers = frozenset(able) - dense_by_number(serving.dense_layers, shape.num_layers)
+    means = router is None and phi is None and completion in (None, MEANS)
+    return ServedModel(serving, router, selector, layers, *serving.sizes(router, phi), phi, means)
 
 
 def _check_shape(model: dict[str, Any], shape: ServedShape, what: str) -> None:

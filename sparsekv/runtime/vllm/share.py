@@ -43,15 +43,18 @@ class Counted(NamedTuple):
     pages: int
 
 
-def memory_plan(layers: Sequence[tuple[Router, PhiLayer | None]], longest: int, dtype: torch.dtype) -> MemoryPlan:
+def memory_plan(
+    layers: Sequence[tuple[Router, PhiLayer | summaries.OwnMeans | None]], longest: int, dtype: torch.dtype,
+) -> MemoryPlan:
     """Plan the memory of layers whose selectors and maps are these heads', requests of `longest` tokens and keys of
     `dtype`."""
     slot = once = seat = 0
     for selector, maps in layers:
         slot += index.bytes_by_slot(selector)
-        by_seats = [index.bytes_by_seat(selector, index.Room(n, longest), dtype) for n in (0, 1)]
+        rooms = [index.Room(n, longest) for n in (0, 1)]
+        by_seats = [index.bytes_by_seat(selector, room, dtype) for room in rooms]
         if maps is not None:
-            kept = [summaries.bytes_of(maps, n, dtype) for n in (0, 1)]
+            kept = [summaries.bytes_of(maps, room, dtype) for room in rooms]
             once += kept[0][0]
             by_seats = [a + b for a, (_, b) in zip(by_seats, kept, strict=True)]
         once += by_seats[0]
@@ -87,9 +90,12 @@ def count_in(worker: type, counted: Callable[[Any, int], Counted | None]) -> Non
     def determine_available_memory(self: Any, *args: Any, **kwargs: Any) -> int:
         available = own(self, *args, **kwargs)
         left = counted(self.vllm_config, available)
+        log = logging.getLogger("vllm.sparsekv")
         if left is None:
+            log.warning("sparsekv: no layer of this model decodes sparsely: all are in dense_layers, or of a kind that "
+                        "is attended to fully (docs/serve.md)")
             return available
-        logging.getLogger("vllm.sparsekv").info(
+        log.info(
             "sparsekv: up to %d requests decode sparsely at once; of %.2f GiB for the cache %.2f GiB are pages, the "
             "others codes, indices, summaries and feature maps", left.seats, available / 2**30, left.pages / 2**30)
         return left.pages
