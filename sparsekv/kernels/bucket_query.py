@@ -93,6 +93,7 @@ def launch_bucket_query(q: Tensor, buckets: BucketSums, scale: float, seats: Ten
     per_row = 1 if seats is not None else count // batch
     bucket_query_kernel[(count * heads, -(-dim // COLUMNS))](
         as_heads(q), means, counts, sums, seats_or(seats, counts), features, log_scale, mass, numerator, scale, heads,
-        number, per_row, GROUP=group, ROWS=padded(group), DIM=dim, WIDTH=padded(dim), COLUMNS=COLUMNS, BLOCK=AT_ONCE,
+        number, per_row, GROUP=group, ROWS=padded(group), DIM=dim, WIDTH=padded(dim), COLUMNS=COLUMNS,
+        BLOCK=min(AT_ONCE, AT_ONCE * 128 // padded(dim)),
         SEATED=seats is not None, num_warps=WARPS)
     return CompletionQuery(features, log_scale, mass, numerator, seats=seats)
