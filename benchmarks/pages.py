@@ -69,7 +69,8 @@ class Cell:
             number, unit = re.fullmatch(r"(\{.*?\})(.*)", self.form, re.DOTALL).groups()
             text = self.written(value).removesuffix(unit) + " ± " + number.replace("+", "").format(half) + unit
         elif self.spread == "to":
-            text += f" ({bound(self.scale * found['low'])} to {bound(self.scale * found['high'])})"
+            least = 2 if ".2f" in self.form else 1
+            text += f" ({bound(self.scale * found['low'], least)} to {bound(self.scale * found['high'], least)})"
         return text
 
     def written(self, value: Any) -> str:
@@ -216,9 +217,9 @@ def thaw(value: Any) -> Any:
     return dict(value) if isinstance(value, tuple) else value
 
 
-def bound(value: float) -> str:
-    """An end of an interval, with a second decimal where the first would hide on which side of zero it is."""
-    return f"{value:.2f}".replace("-", "−") if value and abs(value) < 0.05 else f"{value:.1f}".replace("-", "−")
+def bound(value: float, least: int = 1) -> str:
+    """An end of an interval with `least` decimals, or two where one would hide on which side of zero it is."""
+    return f"{value:.{2 if value and abs(value) < 0.05 else least}f}".replace("-", "−")
 
 
 def card(machine: str) -> str:
