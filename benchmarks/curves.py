@@ -34,7 +34,7 @@ README = {"full attention": "full attention", "sketch + centroids": "untrained",
           "Quest": "Quest", "exact top-k": "exact top-k"}
 """Methods of README's picture, and their names there."""
 FULL = "full attention"
-KEPT = re.compile(r"(sketch|sketch_phi)-(\d+)%(@gpu|@cold)?")
+KEPT = re.compile(r"(sketch|sketch_phi)-(\d+)%(@gpu)?")
 """A method of `offload`: what completes it, its budget, and where keys lie."""
 LIGHT = {"ink": "#1d1d1e", "read": "#0072B2", "rest": "#D55E00", "paper": "#fbe3d0"}
 DARK = {"ink": "#e6e6e6", "read": "#56B4E9", "rest": "#F2935C", "paper": "#6b3d1f"}
@@ -60,12 +60,11 @@ def memory_lines(case: str) -> Lines:
     from benchmarks.specs import HELD
 
     for method in dict.fromkeys(m for m, _ in rows):
-        if (method, "gpu_gb") not in rows or (method, "tokens_s") not in rows:
+        if (method, "gpu_gb") not in rows or (method, "tokens_s") not in rows or method.endswith("@cold"):
             continue
         if kept := KEPT.fullmatch(method):
-            kind, _, place = kept.groups()
-            name = ("sketch + φ" if kind == "sketch_phi" else "sketch") + {
-                "@gpu": ", keys on the GPU", "@cold": ", all rows fetched"}.get(place, "")
+            kind, _, on_gpu = kept.groups()
+            name = ("sketch + φ" if kind == "sketch_phi" else "sketch") + (", keys on the GPU" if on_gpu else "")
         else:
             name = HELD.get(method, method)
         found.setdefault(name, []).append((rows[method, "gpu_gb"], rows[method, "tokens_s"]))

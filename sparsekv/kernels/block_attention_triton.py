@@ -105,7 +105,9 @@ def mass_kernel(scores, mass, heads, past, blocks, EACH: tl.constexpr, COLUMNS: 
         column = at + every
         score = tl.load(given + column[None, :], mask=(column <= own)[None, :], other=float("-inf"))
         found = tl.sum(tl.exp(score - less), 0)
-        found = tl.where((column == 0) | (column == own), float("inf"), tl.where(found >= 0, found, 0.0))
+        bits = found.to(tl.int32, bitcast=True)  # of NaN above those of inf: a float's comparison may be rewritten
+        found = tl.where((bits >= 0) & (bits <= 0x7F800000), found, 0.0)
+        found = tl.where((column == 0) | (column == own), float("inf"), found)
         tl.store(to + column, found, mask=column <= own)
 
 

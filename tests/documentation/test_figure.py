@@ -29,13 +29,13 @@ def test_points_are_rows_and_missing_ones_are_left_out(monkeypatch, tmp_path) ->
 def test_memory_has_a_line_through_the_budgets_of_a_method(monkeypatch) -> None:
     rows = [{"case": "8b-128k-b1", "method": m, "metric": metric, "value": v} for m, gb, speed in (
         ("full", 34.0, 120.0), ("sketch_phi-1%", 19.6, 95.0), ("sketch_phi-2%", 19.9, 75.0),
-        ("sketch_phi-1%+hot", 20.0, 140.0), ("sketch-1%@gpu", 35.0, 170.0)) for metric, v in (
+        ("sketch_phi-1%@cold", 19.5, 90.0), ("sketch-1%@gpu", 35.0, 170.0)) for metric, v in (
             ("gpu_gb", gb), ("tokens_s", speed))] + [
         {"case": "8b-128k-b1", "method": "full_host", "metric": "tokens_s", "value": 3.0}]
     monkeypatch.setattr(curves, "load", lambda name: rows)
     assert curves.memory_lines("8b-128k-b1") == {
         "full attention, keys on the GPU": [(34.0, 120.0)], "sketch + φ": [(19.6, 95.0), (19.9, 75.0)],
-        "sketch + φ, hot buffer": [(20.0, 140.0)], "sketch, keys on the GPU": [(35.0, 170.0)]}
+        "sketch, keys on the GPU": [(35.0, 170.0)]}
     assert b"<svg" in (curves.picture("offload") or b"")
     monkeypatch.setattr(curves, "load", lambda name: [])
     assert curves.picture("offload") is None

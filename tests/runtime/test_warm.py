@@ -81,6 +81,7 @@ def test_it_is_done_once_a_process_and_what_fails_is_left_to_the_step() -> None:
 
 def test_the_layer_leaves_a_prompt_its_memory(monkeypatch) -> None:
     one, many = (Shape(rows, 32, 8, 128, torch.bfloat16, torch.device("cuda")) for rows in (1, 16))
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80 << 30, 80 << 30))
     assert warm._longest(one) == warm.LONGEST and warm._longest(many) == warm.LONGEST // 16
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2 << 30, 24 << 30))
