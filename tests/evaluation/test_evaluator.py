@@ -280,9 +280,10 @@ def test_means_are_taken_within_a_benchmark_and_rows_say_how_to_repeat_them(tmp_
     other, phi = artifacts(model, space="pre")
     with pytest.raises(SparseKVError, match="another router artifact"):
         Evaluator(model, tokenizer, requests(), router=other, phi=phi, output=tmp_path, resume=True)
-    model.model.norm.weight.data += 1
+    changed = copy.deepcopy(model)
+    changed.model.norm.weight.data += 1
     with pytest.raises(SparseKVError, match="other weights"):
-        Evaluator(model, tokenizer, requests(), output=tmp_path, resume=True)
+        Evaluator(changed, tokenizer, requests(), output=tmp_path, resume=True)
 
 
 CHILD = """
