@@ -1,3 +1,4 @@
+import copy
 import json
 import signal
 from dataclasses import replace
