@@ -3,12 +3,13 @@ a settings file and vLLM's JSON are the fields of `SparseConfig`."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
 from sparsekv.core.registry import ESTIMATOR_ROWS, NONE, SELECTOR_ROWS
-from sparsekv.util.config import check_ranges, number_or_word, option
+from sparsekv.util.config import brief, check_ranges, number_or_word, option
 from sparsekv.util.errors import SparseKVError, check_choice
 
 GROUP = "Sparse decoding"
@@ -102,12 +103,12 @@ class SparseConfig:
                                 f"{', '.join(names)}; give one token_budget for all layers")
         for name in raw:
             if name not in names:
-                raise SparseKVError(f"{where} has an entry {name!r}; expected some of {', '.join(names)}")
+                raise SparseKVError(f"{where} has an entry {brief(name)}; expected some of {', '.join(names)}")
         config = cls(**raw)
         config.check(where)
         beside = {name: str(path.parent / x) for name in ("artifacts", "router", "phi")
                   if (x := getattr(config, name)) is not None
-                  and ((path.parent / x).exists() or not REPOSITORY.fullmatch(x))}
+                  and (os.path.exists(path.parent / x) or not REPOSITORY.fullmatch(x))}
         return replace(config, **beside)  # type: ignore[arg-type]
 
     def check(self, where: str | None = None) -> None:
