@@ -83,7 +83,9 @@ QUALITY = Page(
     "Points are RULER's, of 100, minus full attention's on the same prompts. ± is half the 95 % bootstrap "
     "interval. A budget is the share of the context that a query retrieves. Prompts are read with full attention, and "
     "layer 0 keeps it. The model is Qwen2.5-Coder-1.5B-Instruct (1.5B), Q4_K_M, run in bfloat16; its router and maps "
-    "are of `sparsekv train` on windows of speeches, a quarter of them synthetic. “–” was not measured.", [
+    "are of `sparsekv train` on windows of speeches, a quarter of them synthetic. “–” was not measured. From “Rivals” "
+    "on tables are of the default before (a fixed basis, candidates of a tenth, maps of 393 kB a query head) unless "
+    "they name another.", [
         Table("KL to full attention, 1 %", "kl", {"method": "method"}, [
             *(Cell(f"{words}, {length // 1024}k", {"case": kl_case(task, length)}, "{:.4f}", spread="±")
               for words, task in KINDS for length in KL_LENGTHS),
@@ -113,10 +115,22 @@ QUALITY = Page(
                "case": tuple(f"{NOW}:ruler@{n}" for n in (16_384, 32_768, 65_536, 131_072))},
               "Thirteen tasks, at 128k eight of them; 64k and 128k are by YaRN, with maps of windows of 64k. Bytes are "
               "those that a step of a sparse layer reads, of its keys and values."),
+        Table("Completion, RULER", "real", {"length": "tokens", "method": "method", "against": "against"},
+              [*(Cell(percent(b), {"budget": b}, "{:+.1f}", spread="to") for b in FEW), samples()],
+              {"machine": H200, "metric": "difference", "method": ("topk+phi", "sketch+phi", "sketch+centroid"),
+               "against": ("topk", "sketch", "sketch+centroid"),
+               "case": tuple(f"{NOW}:ruler@{n}" for n in (16_384, 32_768, 65_536, 131_072))},
+              "Points of the prompts that both answered, with the 95 % interval; the methods of the table above."),
+        Table("Answers equal to full attention's, 16k tokens", "real", {"method": "method"},
+              [*(Cell(f"equal, {percent(b)}", {"metric": "same_answers", "budget": b}, spread="±") for b in FEW),
+               *(Cell(f"agreement, {percent(b)}", {"metric": "agreement", "budget": b}, spread="±") for b in FEW),
+               samples(metric="agreement")],
+              real("ruler@16384", NOW, method=OURS),
+              "In points. Agreement is the share of full attention's answer before the first character that differs."),
         Table("Rivals, RULER at 16k tokens", "real", {"method": "method"},
               [*by_budget(FEW, **FULL), samples(**FULL), *share(FEW)],
               real("ruler@16384", method=(*OURS, *RIVALS)),
-              "Sketches had a fixed basis and candidates of a tenth, maps 393 kB a query head."),
+              "All by the default before."),
         Table("Another training of the same recipe", "real", {"method": "method"},
               [*by_budget((*FEW, 0.1, 0.2), **FULL), samples(0.02, **FULL)],
               real("ruler@16384", machine=H100, method=MORE)),
@@ -144,11 +158,6 @@ QUALITY = Page(
                "method": OURS},
               "Perplexity of the last 256 tokens of held-out windows to full attention's. The error is the relative L2 "
               "distance of a head's output to full attention's."),
-        Table("Answers equal to full attention's, 16k tokens", "real", {"method": "method"},
-              [*(Cell(f"equal, {percent(b)}", {"metric": "same_answers", "budget": b}, spread="±") for b in FEW),
-               *(Cell(f"agreement, {percent(b)}", {"metric": "agreement", "budget": b}, spread="±") for b in FEW)],
-              real("ruler@16384", method=OURS),
-              "In points. Agreement is the share of full attention's answer before the first character that differs."),
         Table("Answers of 4,096 tokens after 16k", "real", {"budget": "sketch + φ"}, [
             Cell("KL [nats/token]", {"metric": "kl"}, "{:.4f}"), Cell("same likeliest token", {"metric": "agrees"},
                                                                      "{:.1f} %", scale=100),
@@ -236,10 +245,13 @@ SPEED = Page(
         Table("A step of one layer", "decode", {"case": "query / KV heads, requests × tokens"}, [
             *(Cell(f"{title} [µs]", {"method": m}) for title, m in (
                 ("full attention (cuDNN)", "sdpa_cudnn"), ("router, 2 %", "sparse"), ("router + φ", "sparse_phi"),
-                ("sketch, 1 %", "sparse_sketch"), ("sketch + φ", "sparse_sketch_phi"))),
+                ("sketch, 1 %", "sparse_sketch"), ("sketch, all codes", "sparse_sketch_all"),
+                ("sketch + φ", "sparse_sketch_phi"))),
             Cell("sketch + φ, times as fast", {"method": "sparse_sketch_phi"}, "{:.2f} ×",
                  under={"method": "sdpa_cudnn"})],
-              {"metric": "us", "machine": H200, "case": STEPS}, "Heads of dimension 128, bfloat16.",
+              {"metric": "us", "machine": H200, "case": STEPS}, "Heads of dimension 128, bfloat16. Candidates "
+              "are a fifth. What ships scores all codes of one request up to 64k tokens with 8 KV heads, up to 256k "
+              "with 2; φ was not timed behind that.",
               words={c: "{} / {}, {} × {}".format(*c.split("-")[0].split("x"), c.split("-b")[1], c.split("-")[1])
                      for c in STEPS}),
         Table("First token, prompts read sparsely", "prefill", {"case": "model, requests"}, [
@@ -263,7 +275,7 @@ SPEED = Page(
               Cell("GPU memory [GB]", {"metric": "gpu_gb"}), Cell("host memory [GB]", {"metric": "host_gb"})],
               {"case": OFFLOADED, "method": tuple(HELD)},
               "`placement=\"offload\"`, one run; the weights of the 8B shape take 16 GB of the GPU. Its keys are "
-              "drawn, and so is which rows it asks for again: hits are a model's in the cases of the 1.5B alone.", HELD,
+              "drawn, and so is which rows it asks for again: hits of a model's own keys are not in this table.", HELD,
               curves="offload"),
         Table("Rows that a step finds on the GPU", "hot_rows", {"case": "budget", "method": "table, times a list"}, [
             Cell("share of the listed rows", {"metric": "hit_rate"}, "{:.2f}")],
@@ -327,8 +339,9 @@ SERVING = Page(
 TRAINED = {"text": "text", "windows": "windows", "length": "tokens", "steps": "steps"}
 TRAINING = Page(
     "Training", "What training φ and the sketch gives, and what it takes. The model is Qwen2.5-Coder-1.5B-Instruct "
-    "where no other is named. The error is the relative L2 distance of a head's output to full attention's. On RULER φ "
-    "and untrained centroids do not differ significantly ([quality](quality.md)).", [
+    "where no other is named. The error is the relative L2 distance of a head's output to full attention's. By "
+    "RULER's points φ and untrained centroids do not differ significantly; by KL φ is nearer to full attention "
+    "([quality](quality.md)).", [
         Table("Error of exact top-k 1 % + φ by training", "phi-training", TRAINED, [
             *(Cell(title, {"case": case, "metric": "rel_err", "method": "topk+phi", "budget": 0.01}, "{:.3f}")
               for title, case in (("prose, 16k", "prose@16384"), ("program text, 16k", "code@16384"),
@@ -573,6 +586,8 @@ PAPER_PAGE: dict[str, Any] = {
         ["", "", kept("ruler@16384", 0.02), "the same prompts, H200"],
         ["", "", kept("ruler@32768", 0.02, H100, "coder-1.5b-32k"), "1.5B, RULER, 32k, 104 prompts, H100"],
         ["", "", kept("ruler@32768", 0.02, name="coder-1.5b-32k-more"), "the same prompts, H200"],
+        ["", "", kept("ruler@65536", 0.02, name=NOW), "1.5B by YaRN, RULER, 64k, 104 prompts, H200"],
+        ["", "", kept("ruler@131072", 0.02, name=NOW), "1.5B by YaRN, eight tasks, 128k, 16 prompts, H200"],
         ["score kept at 1 %", "", kept("ruler@16384", 0.01, H100), ON_H100],
         ["", "", kept("ruler@16384", 0.01), "the same prompts, H200"],
         ["a needle among 1M tokens, k = 10, found", "all", Cell(rows="papers", form="{:.0f} %", scale=100, where={
@@ -588,6 +603,12 @@ PAPER_PAGE: dict[str, Any] = {
         ["", "", gained("ruler@32768", 0.01, H100, "coder-1.5b-32k"),
          "1.5B, RULER, 32k, 104 prompts, maps of 32k, H100"],
         ["", "", gained("ruler@32768", 0.01), "39 prompts, maps of 16k, H200"],
+        ["", "", gained("ruler@16384", 0.01, name=NOW), "as it ships, 16k, 52 prompts, H200"],
+        ["", "", gained("ruler@32768", 0.01, name=NOW), "as it ships, 32k, 39 prompts, H200"],
+        *(["… behind sketches, the default, 1 %" if n == 16 else "", "", Cell(rows="real", where=real(
+            f"ruler@{n * 1024}", NOW, method="sketch+phi", against="sketch", budget=0.01, metric="difference"),
+            form="{:+.1f}", spread="±"), f"as it ships, {n}k, {prompts} prompts, H200"]
+          for n, prompts in ((16, 260), (32, 156), (64, 104), (128, 16))),
         ["… at equal worst-case budgets, 2 %", "+1.4", gained("worst@16384", 0.02), "1.5B, RULER, 16k, 52 prompts"],
         ["error at 1 %, maps as published", "", completed_error("phi_paper"),
          "SmolLM2, tuned to 32k; 8k tokens, 4,000 steps"],
@@ -647,7 +668,19 @@ PLACES: dict[str, dict[str, Any]] = {
         words={"streaming": "sink + tail", "streaming+phi": "sink + tail + φ"})},
     "docs/budget.md": {"points": Table(
         "", "real", {"method": "method"}, [*by_budget(FEW, **FULL), *share(FEW)],
-        real("ruler@16384", NOW, method=("sketch", "sketch+phi")))},
+        real("ruler@16384", NOW, method=("sketch", "sketch+phi"))),
+        "choice": Grid("", ["1.5B, sketch + φ", "1 %", "2 %"], [
+            *([f"points of RULER, {n}k, {prompts} prompts", *(points("sketch+phi", b, case=f"ruler@{n * 1024}")
+                                                              for b in FEW[:2])]
+              for n, prompts in ((16, 260), (32, 156), (64, 104))),
+            *([f"KL to that of 1 %, {words}, 32k", "1", Cell(rows="kl", where={
+                "case": kl_case(task, 32_768), "method": "sketch+phi, 2 %", "metric": "kl_ratio",
+                "against": "sketch+phi at 1 %"}, form="{:.2f}", spread="to")]
+              for words, task in (("RULER's answers", "ruler"), ("text", "text")))])},
+    "docs/train.md": {"kl": Grid("", ["KL of φ over that of untrained bucket means", "16k", "32k", "64k"], [
+        [words, *(Cell(rows="kl", where={"case": kl_case(task, n), "method": "sketch+phi", "metric": "kl_ratio",
+                                         "against": "sketch+centroid"}, form="{:.2f}", spread="to")
+                  for n in KL_LENGTHS)] for words, task in (("text", "text"), ("RULER's answers", "ruler"))])},
     "docs/prompts.md": {"times": Table(
         "", "prefill", {"method": "prompt read by"}, [
             Cell("first token [s]"), Cell("times as fast", {}, "{:.2f} ×", under={"method": "dense"})],
