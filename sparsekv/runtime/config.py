@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from sparsekv.core.registry import ESTIMATOR_ROWS, NONE, SELECTOR_ROWS
-from sparsekv.util.config import brief, check_ranges, number_or_word, option
-from sparsekv.util.errors import SparseKVError, check_choice
+from sparsekv.util.config import check_ranges, number_or_word, option
+from sparsekv.util.errors import SparseKVError, brief, check_choice
 
 GROUP = "Sparse decoding"
 SIZES = {"sink_size": 4, "window_size": 16}
