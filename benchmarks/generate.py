@@ -206,6 +206,24 @@ def synchronize(x: Tensor) -> None:
         torch.cuda.synchronize()
 
 
+def timed(work: Callable[[], Any], x: Tensor) -> float:
+    """Seconds of work on a tensor's device, garbage collected before."""
+    gc.collect()
+    synchronize(x)
+    began = time.perf_counter()
+    work()
+    synchronize(x)
+    return time.perf_counter() - began
+
+
+def make_room(device: str) -> None:
+    """Free what nothing refers to, and begin to count the most memory held."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
 def profile(cache: SparseCache) -> None:
     """The kernels of one replayed step; the cache is of no use afterwards."""
     if cache.plan is not None and cache.plan.graph is not None:
@@ -323,10 +341,7 @@ def measure(case: str, options: argparse.Namespace, device: str, model: Any, tok
     trained = artifacts(model_fingerprint(model)) if router is None else (router, phi)
     units = {"ms": "milliseconds", "s": "seconds", "gb": "GB", "from": "tokens"}
     for method in options.methods:
-        gc.collect()
-        if device == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
+        make_room(device)
         try:
             if method.startswith("transformers"):
                 found = theirs(model, method, ids, min(options.tokens, PEER_TOKENS), case in DRAWN)
@@ -357,9 +372,7 @@ def by_model(
             gc.collect()
             model, tokenizer = make_model(shape, device, path)
         work(case, model, tokenizer)
-        gc.collect()
-        if device == "cuda":
-            torch.cuda.empty_cache()
+        make_room(device)
 
 
 def main() -> None:

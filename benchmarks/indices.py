@@ -8,6 +8,7 @@ by the share of exact top-k's list that it finds.
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import sys
 import time
@@ -20,6 +21,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks._rows import RESULTS, add_rows, row
+from benchmarks.generate import make_room, synchronize
 from benchmarks.runtime import BUCKETS, Layer, bench_router, dense_step, make_layer, median_us, step, view_of
 from sparsekv.core.baselines.faiss import import_faiss
 from sparsekv.core.buckets import spherical_kmeans
@@ -38,11 +40,6 @@ def made(layer: Layer, budget: int) -> dict[str, Selector]:
     return {"topk": new("topk"), "faiss-flat": new("faiss", factory="flat"), "faiss-ivf": new("faiss", factory="ivf"),
             "sketch": new("sketch", layer=bench_router(layer, "mean_key"), fit="fitted"),
             "router": new("router", layer=bench_router(layer, "mean_key"))}
-
-
-def wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
 
 
 def found(view: LayerView, layer: Layer, selector: Selector) -> torch.Tensor:
@@ -71,7 +68,7 @@ def measure(length: int, budget: int, steps: int, device: str, names: list[str] 
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     layer = make_layer("8b", length, steps + 2, device, dtype)
     view, case = view_of(layer, length), f"indices-{length // 1024}k"
-    sync = lambda: wait(device)  # noqa: E731
+    sync = functools.partial(synchronize, layer.keys)
     dense = median_us(lambda i: dense_step(layer, view, i), steps, sync)
     rows = [row(case, "sdpa", "us", round(dense, 1), "µs/layer step")]
     print(f"{case} sdpa {dense:.0f} µs", flush=True)
@@ -113,9 +110,7 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for length in options.lengths:
         add_rows("indices", measure(length, options.budget, options.steps, device, options.selectors), options.output)
-        gc.collect()
-        if device == "cuda":
-            torch.cuda.empty_cache()
+        make_room(device)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ memory of all that. --limit: torch may take so much of the GPU [GB], as on a sma
 from __future__ import annotations
 
 import argparse
-import gc
 import sys
 import time
 from pathlib import Path
@@ -24,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import sparsekv
 from benchmarks._rows import RESULTS, add_rows, row
-from benchmarks.generate import BUDGET, artifacts, make_model, prompts, synchronize
+from benchmarks.generate import BUDGET, artifacts, make_model, make_room, prompts, timed
 from benchmarks.offload import steps
 from sparsekv.artifacts.fingerprint import model_fingerprint
 from sparsekv.util.errors import SparseKVError
@@ -36,16 +35,10 @@ WARM = 8
 
 def measure(model: Any, trained: Any, place: str, ids: torch.Tensor, chunk: int, tokens: int) -> dict[str, float]:
     """One prompt and its answer."""
-    if ids.is_cuda:
-        torch.cuda.reset_peak_memory_stats()
     with sparsekv.attach(model, router=trained[0], phi=trained[1], selector="sketch", token_budget=BUDGET,
                          dense_below=0, placement=place) as attachment:
         cache = attachment.cache(ids.shape[1] + tokens + WARM + 64)
-        synchronize(ids)
-        began = time.perf_counter()
-        attachment.prefill(ids[:, :-1], chunk_size=chunk, cache=cache)
-        synchronize(ids)
-        found = {"prompt_s": time.perf_counter() - began}
+        found = {"prompt_s": timed(lambda: attachment.prefill(ids[:, :-1], chunk_size=chunk, cache=cache), ids)}
         found["ms"], _ = steps(lambda token: attachment.step(token, cache), ids[:, -1:], tokens, WARM,
                                drawn=model.config.vocab_size)
         report = attachment.report()
@@ -83,9 +76,7 @@ def main() -> None:
             if time.monotonic() > until:
                 print(f"{case} {place}: not begun, the time is over", flush=True)
                 continue
-            gc.collect()
-            if device == "cuda":
-                torch.cuda.empty_cache()
+            make_room(device)
             method = f"{place}@{options.limit:g}" if options.limit else place
             try:
                 found = measure(model, trained, place, ids, options.chunk, options.tokens)

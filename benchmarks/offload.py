@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import sparsekv
 from benchmarks import generate
 from benchmarks._rows import RESULTS, add_rows, row
-from benchmarks.generate import AT_ONCE, artifacts, by_model, draw, prompts, synchronize
+from benchmarks.generate import AT_ONCE, artifacts, by_model, draw, make_room, prompts, synchronize
 from sparsekv.artifacts.fingerprint import model_fingerprint
 from sparsekv.kernels import fetch_rows
 from sparsekv.runtime.decoding import load_artifacts
@@ -268,9 +268,7 @@ def measure(case: str, options: argparse.Namespace, device: str, model: Any, tok
         if time.monotonic() > options.until:
             print(f"{case} {method}: not begun, the time is over", flush=True)
             continue
-        gc.collect()
-        if device == "cuda":
-            torch.cuda.empty_cache()
+        make_room(device)
         began = time.monotonic()
         try:
             found, made = theirs(held) if method == "transformers_offloaded" else ours(held, method, options.tokens)

@@ -2,7 +2,7 @@
 
     python benchmarks/prefill.py [--cases 8b-128k-b1 ...] [--methods sparse ...] [--share 0.3] [--output FOLDER]
     python benchmarks/prefill.py --cases 8b-quarter-128k-b1 --methods sparse --profile
-    python benchmarks/prefill.py --kernels --share 0.1 [--sweep] [--output FOLDER]
+    python benchmarks/prefill.py --kernels --share 0.1 [--output FOLDER]
 
 Rows take the place of those of the same case, method and metric in `prefill`, and are written as soon as each is
 measured. `8b` has the shape of Llama 3.1 8B, with random weights, `8b-quarter` eight of its 32 layers (80 GB hold no
@@ -23,15 +23,14 @@ a run after the first, and no rows.
 Kernels, a layer of 32 query and 8 KV heads of 128, the last 16,384 queries of 32k, 128k and 512k tokens, at
 --share: first they are checked against the twins in float64 on a short cache. `dense_ms` full attention of the queries
 (`dense_attention`); `score_ms`, `list_ms` and `attend_ms` the three steps by blocks; `rate` of the last per pair of
-query and key as a share of dense, `tflops` alike; `select_share` of the first two as a share of dense. --sweep: how the
-kernels may be launched, one after the other, and no rows.
+query and key as a share of dense, `tflops` alike; `select_share` of the first two as a share of dense.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -44,9 +43,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import sparsekv
-from benchmarks._prompts import sizes_of
 from benchmarks._rows import RESULTS, add_rows, row
-from benchmarks.generate import artifacts, by_model, prompts, synchronize
+from benchmarks.generate import artifacts, by_model, make_room, prompts, timed
 from sparsekv.artifacts.fingerprint import model_fingerprint
 from sparsekv.core.prefill import SparsePrompts
 from sparsekv.core.selectors import SELECTORS
@@ -72,6 +70,15 @@ def how_of(method: str, trained: Any, prompts: SparsePrompts) -> dict[str, Any]:
     return {"router": trained[0], "phi": trained[1], "selector": "sketch", "token_budget": 0.01, "prefill": prompts}
 
 
+def sizes_of(method: str) -> tuple[str, dict[str, Any]]:
+    """A method and its fields of `SparsePrompts`: `sparse@0.1:least=8192`."""
+    kind, _, sizes = method.partition("@")
+    share, *rest = sizes.split(":")
+    words = {"share": share} if share else {}
+    words |= dict(word.split("=", 1) for word in rest)
+    return kind, {name: json.loads(value) for name, value in words.items()}
+
+
 def known(method: str) -> str:
     """A method as it is said, if it is one."""
     kind, sizes = sizes_of(method)
@@ -79,15 +86,6 @@ def known(method: str) -> str:
         raise ValueError(method)
     replace(SparsePrompts(), **sizes)
     return method
-
-
-def timed(work: Callable[[], Any], ids: torch.Tensor) -> float:
-    gc.collect()
-    synchronize(ids)
-    began = time.perf_counter()
-    work()
-    synchronize(ids)
-    return time.perf_counter() - began
 
 
 def prompt(model: Any, how: dict[str, Any], ids: torch.Tensor) -> Iterator[tuple[str, float]]:
@@ -152,10 +150,7 @@ def measure(case: str, model: Any, tokenizer: Any, options: argparse.Namespace, 
     units = {"s": "seconds", "gb": "GB", "speedup": "dense / method"}
     dense: dict[str, float] = {}
     for method in options.methods:
-        gc.collect()
-        if device == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
+        make_room(device)
         began = time.perf_counter()
         said = f"sparse@{options.share}" if method == "sparse" else method
 
@@ -241,7 +236,7 @@ def kernels(options: argparse.Namespace, device: str) -> None:
     dtype, scale = torch.bfloat16 if device == "cuda" else torch.float32, DIM**-0.5
     check(dtype, device)
     least = -(-options.least // blocks.BLOCK)
-    for length in CONTEXTS[1:2] if options.sweep else CONTEXTS if device == "cuda" else (2048,):
+    for length in CONTEXTS if device == "cuda" else (2048,):
         case, count = f"32x8-{length // 1024}k", min(QUERIES, length // 2)
         q, k, v = tensors(length, count, dtype, device)
         scores = blocks.block_scores(q, k, scale=scale)
@@ -253,8 +248,6 @@ def kernels(options: argparse.Namespace, device: str) -> None:
             "score": lambda: blocks.block_scores(q, k, scale=scale),  # noqa: B023
             "list": lambda: blocks.block_lists(scores, options.share, least),  # noqa: B023
             "attend": lambda: blocks.block_attention(q, k, v, lists, scale=scale)}  # noqa: B023
-        if options.sweep:
-            return sweep(steps, whole, part, device)
         found = {f"{name}_ms": milliseconds(step, device) for name, step in steps.items()}
         found |= {"pairs_share": part / whole, "dense_tflops": tflops(whole, found["dense_ms"]),
                   "attend_tflops": tflops(part, found["attend_ms"]),
@@ -272,25 +265,6 @@ def tflops(pairs: float, ms: float) -> float:
     return 4 * DIM * HEADS_Q * pairs / ms / 1e9
 
 
-def sweep(steps: dict[str, Callable[[], Any]], whole: float, part: float, device: str) -> None:
-    """Milliseconds of the kernels by how they are launched, the current ways first."""
-    dense = milliseconds(steps["dense"], device)
-    print(f"dense {dense:.3f} ms, {tflops(whole, dense):.0f} TFLOP/s", flush=True)
-    for name, step, pairs, tried in (
-            ("SCORES", "score", whole / 2 / blocks.STRIDE, [(128, 256, 64, 8, 3), (128, 128, 64, 8, 4),
-                                                            (128, 128, 128, 8, 3), (256, 128, 64, 8, 4)]),
-            ("ATTENTION", "attend", part, [(128, 128, 8, 3), (128, 64, 8, 3), (128, 64, 4, 3)])):
-        before = getattr(blocks, name)
-        for how in (before[0], *(type(before[0])(*t) for t in tried)):
-            setattr(blocks, name, (how,))
-            try:
-                found = milliseconds(steps[step], device)
-                print(f"{step} {tuple(how)}: {found:.3f} ms, {tflops(pairs, found):.0f} TFLOP/s", flush=True)
-            except Exception as error:  # a launch that does not fit is printed and passed over
-                print(f"{step} {tuple(how)}: {type(error).__name__} {str(error).splitlines()[0]}", flush=True)
-        setattr(blocks, name, before)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=CASES,
@@ -299,7 +273,6 @@ def main() -> None:
                         help=f"{', '.join(METHODS)}, or sparse with @SHARE[:FIELD=TOKENS …]")
     parser.add_argument("--kernels", action="store_true", help="time the kernels instead of prompts")
     parser.add_argument("--profile", action="store_true", help="tell what takes time instead")
-    parser.add_argument("--sweep", action="store_true", help="and how they are launched instead of every length")
     parser.add_argument("--model", help="the model of the cases coder-*: a folder or a GGUF file")
     standard = SparsePrompts()
     parser.add_argument("--share", type=float, default=standard.share, help="tokens that queries choose, a share")

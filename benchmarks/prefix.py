@@ -13,7 +13,6 @@ import argparse
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import sparsekv
 from benchmarks._rows import RESULTS, add_rows, row
-from benchmarks.generate import artifacts, by_model, prompts, synchronize
+from benchmarks.generate import artifacts, by_model, prompts, timed
 from sparsekv.artifacts.fingerprint import model_fingerprint
 from sparsekv.artifacts.phi import PhiArtifact
 from sparsekv.artifacts.router import RouterArtifact
@@ -34,14 +33,6 @@ CASES = {"coder-32k": ("coder", 32_768), "coder-128k": ("coder", 131_072), "8b-1
          "tiny-4k": ("tiny", 4096)}
 QUESTION, RUNS, CHUNK = 64, 5, 32_768
 ROWS: list[dict[str, Any]] = []
-
-
-def timed(work: Callable[[], Any], ids: torch.Tensor) -> float:
-    synchronize(ids)
-    began = time.perf_counter()
-    work()
-    synchronize(ids)
-    return time.perf_counter() - began
 
 
 def measure(case: str, model: Any, options: argparse.Namespace) -> None:

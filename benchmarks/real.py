@@ -35,10 +35,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks._long_turns import Lines, long_generation, long_rows, turn_rows, turns, whole_lines
 from benchmarks._peers import PEERS
-from benchmarks._prompts import DENSE, FOLDER, PromptEvaluator, parse_readings, prompt_rows
 from benchmarks._rows import RESULTS, load, write_rows
+from benchmarks.quality import pair
 from sparsekv.artifacts.hub.models import load_model
 from sparsekv.artifacts.phi import PhiArtifact
 from sparsekv.artifacts.router import RouterArtifact
@@ -47,7 +46,6 @@ from sparsekv.evaluation.cells import collect
 from sparsekv.evaluation.evaluator import Evaluator, digest_of_prompts
 from sparsekv.evaluation.methods import Method, parse_methods
 from sparsekv.evaluation.requests import Question, load_requests
-from sparsekv.evaluation.rows import origin
 from sparsekv.evaluation.scores import is_mean, score_rows
 from sparsekv.evaluation.tables import every_method, kl_tables, table
 from sparsekv.util.pages import markdown
@@ -66,7 +64,6 @@ TEXTS = 6
 CELL_TOKENS = 350_000
 """Tokens of the prompts that a process holds at once: 10 GB of the 1.5B's keys and values."""
 OURS = ("full", "topk", "topk+phi", "sketch", "sketch+phi", "sketch+centroid")
-READINGS = (DENSE, *(f"{rule}:share={share}" for share in (0.1, 0.2, 0.3) for rule in ("prompt", "xattention")))
 VOTES = ("token_select:vote=hard", "token_select:vote=topk", "token_select:scaled=true")
 ALPHAS = tuple(f"lfps:alpha={a}" for a in (0.1, 0.2, 0.3, 0.4))
 """Of rivals, beside their settings in `PEERS`: how TokenSelect's heads vote, and LFPS's thresholds as they are (4 s a
@@ -83,9 +80,9 @@ COMPLETIONS = tuple(f"{s}+{c}" for c in ("centroid", "uniform") for s in ("topk"
 
 @dataclass(frozen=True)
 class Stage:
-    """Prompts `first` to `last` of every task of a length, under methods and budgets. kind: ruler, text, control, long,
-    turns, worst (budgets that pay for all that is fetched), prefill (prompts read sparsely; of each text `TEXTS`
-    windows), or kl (the distance to full attention on such prompts)."""
+    """Prompts `first` to `last` of every task of a length, under methods and budgets. kind: ruler, text, control, worst
+    (budgets that pay for all that is fetched), or kl (the distance to full attention, of each text on `TEXTS`
+    windows)."""
 
     name: str
     kind: str
@@ -94,15 +91,12 @@ class Stage:
     budgets: tuple[float, ...]
     first: int = 0
     last: int = 10**6
-    tokens: int = 0
-    """That are written."""
 
     def takes(self, r: Question) -> bool:
         text = r.task.startswith(TEXT)
-        if self.kind in ("prefill", KL):
+        if self.kind == KL:
             return r.length == self.length and self.first <= r.index < (TEXTS if text else self.last)
-        return (r.length == self.length and self.first <= r.index < self.last
-                and text == (self.kind in ("text", "long", "turns")))
+        return r.length == self.length and self.first <= r.index < self.last and text == (self.kind == "text")
 
 
 def other_fit() -> str:
@@ -136,13 +130,8 @@ def all_stages() -> list[Stage]:
         Stage("worst8", "worst", 8192, ("full", "topk", "topk+phi"), (0.02, 0.03, 0.04, 0.05, 0.1), 0, 4),
         Stage("worst16", "worst", 16_384, ("full", "topk", "topk+phi"), (0.02, 0.03, 0.04, 0.05), 0, 4),
         Stage("control16", "control", 16_384, ("sketch:fit=fitted", "router"), one, 0, 4),
-        Stage("long", "long", 16_384, ("sketch+phi",), (0.02, 0.01), 0, 4, tokens=4096),
         Stage("next16", "ruler", 16_384, OURS, few, 4, 8),
         Stage("next-rest16", "ruler", 16_384, (*more, *rivals), one, 4, 8),
-        Stage("turns", "turns", 16_384, ("full", "topk", "sketch", "sketch+phi"), (0.02, 0.01), 0, 8, tokens=1000),
-        Stage("prefill16", "prefill", 16_384, READINGS, one, 0, 4),
-        Stage("prefill32", "prefill", 32_768, READINGS, one, 0, 4),
-        Stage("next-prefill32", "prefill", 32_768, READINGS, one, 4, 8),
         Stage("text32", "text", 32_768, OURS, (0.01, 0.02), 0, 6),
         Stage("next32", "ruler", 32_768, OURS, (0.01, 0.02), 3, 8),
         Stage("last16", "ruler", 16_384, OURS, few, 8, 20),
@@ -153,7 +142,6 @@ def all_stages() -> list[Stage]:
         Stage("saap16", "ruler", 16_384, ("full", "topk", *SAAP), few, 0, 4),
         Stage("alphas16", "ruler", 16_384, ("full", *ALPHAS), one, 0, 2),
         Stage("next-rivals-few", "ruler", 16_384, rivals, (0.01, 0.05), 4, 8),
-        Stage("last-long", "long", 16_384, ("sketch+phi", "full"), (0.02, 0.01), 4, 12, tokens=4096),
         Stage("last32", "ruler", 32_768, OURS, (0.01, 0.02), 8, 12),
         Stage("buckets16", "ruler", 16_384, ("full", "topk", *BUCKETS), few, 0, 4),
         Stage("main64", "ruler", 65_536, LONG, (0.01, 0.02), 0, 8),
@@ -229,22 +217,13 @@ def work(options: argparse.Namespace) -> None:
     every = load_requests(options.prompts)
     own, said = shard_of(every, shard, shards), {"requests": digest_of_prompts(every)}
     folder = options.output / card()
-    lines = Lines(folder / f"lines-{shard}of{shards}.jsonl", origin())
-    placed = {k: a.to(model.device) for k, a in (("router", router), ("phi", phi)) if a is not None}
 
     def measure(stage: Stage, requests: list[Question], methods: list[Method]) -> bool:
         """Whether all of it is measured."""
-        if stage.kind in ("long", "turns"):
-            windows = [(f"{r.task}-{r.index}", r.prompt[:-r.max_new_tokens]) for r in requests]
-            given: dict[str, Any] = {"tokens": options.written or stage.tokens, "rows": options.rows,
-                                     "stop": lambda: time.perf_counter() >= until}
-            if stage.kind == "long":
-                return long_generation(model, windows, methods, placed, lines, **given)
-            return turns(model, tokenizer, windows, methods, placed, lines, **given)
         control = stage.kind == "control"
-        place = folder / {"control": CONTROL, "prefill": FOLDER, "worst": WORST, KL: KL}.get(stage.kind, "")
+        place = folder / {"control": CONTROL, "worst": WORST, KL: KL}.get(stage.kind, "")
         place.mkdir(parents=True, exist_ok=True)
-        evaluator = turned(PromptEvaluator if stage.kind == "prefill" else Evaluator, shard / shards)(
+        evaluator = turned(Evaluator, shard / shards)(
             model, tokenizer, requests, output=place, router=untrained(router) if control else router, phi=phi,
             accounting="worst_case" if stage.kind == "worst" else "retrieved", resume=True,
             part=f"-{shard}of{shards}", batch_tokens=options.batch_tokens, header=said,
@@ -253,7 +232,7 @@ def work(options: argparse.Namespace) -> None:
 
     for stage in stages_of(options):
         requests = [r for r in every if id(r) in own and stage.takes(r)]
-        methods: Any = (parse_readings if stage.kind == "prefill" else parse_methods)(stage.methods, stage.budgets)
+        methods = parse_methods(stage.methods, stage.budgets)
         began, done = time.perf_counter(), True
         if not requests or began >= until:
             continue
@@ -354,30 +333,16 @@ def rows_of(output: Path, against: Sequence[str] = RIVALS_KL) -> list[dict[str, 
             found = collect(place) if any(place.glob("cells*.jsonl")) else []
             cells += [{**c, "method": without_training(c["method"]) if control else c["method"]} for c in found]
         made = score_rows(even(cells))
-        if any((folder / FOLDER).glob("cells*.jsonl")):
-            made += prompt_rows(even(shared(collect(folder / FOLDER))))
         if any((folder / WORST).glob("cells*.jsonl")):
             made += [{**r, "case": r["case"].replace("ruler@", "worst@")}
                      for r in score_rows(even(collect(folder / WORST))) if is_mean(r["case"])]
         if any((folder / KL).glob("cells*.jsonl")):
             made += [r for r in score_rows(collect(folder / KL), against=against) if r["metric"].startswith("kl")]
-        lines = list(read_lines(folder))
-        made += long_rows([x for x in lines if x["kind"] == "long"])
-        made += turn_rows([x for x in lines if x["kind"] == "turns"])
         for r in made:
             joined = [{**o, "command": without_places(o["command"])} for o in r.get("origins", ())]
             rows.append({**r, "case": f"{said['model']}:{r['case']}", "command": without_places(r["command"]),
                          **({"origins": joined} if joined else {}), **said})
     return rows
-
-
-def shared(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The cells of the prompts of RULER that every method of their length has: prompts are few where they are read in
-    several ways, so that lines of other prompts would not compare."""
-    held: dict[str, dict[str, set[int]]] = {}
-    for c in cells:
-        held.setdefault(c["case"], {}).setdefault(c["method"], set()).update(c["indices"])
-    return with_prompts(cells, {case: set.intersection(*of.values()) for case, of in held.items()})
 
 
 def with_prompts(cells: Sequence[dict[str, Any]], chosen: Mapping[str, set[int]]) -> list[dict[str, Any]]:
@@ -425,14 +390,8 @@ def without_training(method: str) -> str:
     return method.partition(":")[0].partition("+")[0] + ":untrained"
 
 
-def read_lines(folder: Path) -> Iterator[dict[str, Any]]:
-    """Those of another card too, where their file was put into the folder under another name."""
-    for path in sorted(folder.glob("lines-*.jsonl")):
-        yield from whole_lines(path)
-
-
 def show(rows: Sequence[dict[str, Any]]) -> None:
-    """Short tables: every mean, perplexities, what was written."""
+    """Short tables: every mean, perplexities, distances to full attention."""
     plain = [{**r, "case": r["case"].partition(":")[2], "model": r["case"].partition(":")[0]} for r in rows]
     for name in dict.fromkeys(r["model"] for r in plain):
         mine = [r for r in plain if r["model"] == name]
@@ -447,12 +406,6 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
                     print(f"\n{name} {case}, {metric}\n" + markdown(*table(shown, case, every_method(shown), metric)))
         for made in kl_tables([r for r in mine if r["metric"].startswith("kl") and "task" in r]):
             print(f"\n{name} {made.title}\n{made.text()}")
-        for r in mine:
-            if r["case"].startswith(("long@", "second_turn@", "prefill")) and r["metric"] in (
-                    "kl", "agrees", "score", "perplexity_ratio"):
-                where = {k: r[k] for k in ("quarter", "past_window") if k in r}
-                print(f"{name} {r['case']} {r['method']} {r['budget']} {r['metric']} {where or ''}: {r['value']:.4f} "
-                      f"({r['low']:.4f} to {r['high']:.4f}, {r['samples']})")
 
 
 def put(folders: Sequence[Path], results: Path = RESULTS) -> None:
@@ -461,11 +414,6 @@ def put(folders: Sequence[Path], results: Path = RESULTS) -> None:
     there = {(r["case"], r["machine"]) for r in new}
     kept = [r for r in load("real", results) if (r["case"], r["machine"]) not in there]
     print(f"{len(new)} rows: {write_rows('real', [*kept, *new], results)}")
-
-
-def pair(text: str) -> tuple[int, int]:
-    first, _, second = text.partition("/")
-    return int(first), int(second)
 
 
 def main() -> None:
@@ -495,8 +443,6 @@ def main() -> None:
                                                    "on a small machine [tokens]")
     parser.add_argument("--batch-tokens", type=int, default=CELL_TOKENS, help="prompt tokens in memory at once, each "
                                                                               "process")
-    parser.add_argument("--rows", type=int, default=8, help="prompts that are written after at once, each process")
-    parser.add_argument("--written", type=int, help="tokens that are written, in place of a stage's own")
     parser.add_argument("--shard", type=pair, help=argparse.SUPPRESS)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="auto")

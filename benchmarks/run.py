@@ -74,8 +74,6 @@ def all_jobs() -> list[Job]:
           for name, cases in (("128k", "8b-8k-b1 8b-32k-b1 8b-128k-b1 8b-128k-b4"), ("512k", "8b-512k-b1"),
                               ("b16", "8b-32k-b16"), ("fp8", "8b-128k-b4-fp8"))
           for method in ("sparsekv", "fa3")],
-        *[Job(f"serving-{method}-load", f"benchmarks/serving_load.py --methods vllm_{method} --output {{dir}}/serving")
-          for method in ("sparsekv", "fa3")],
         *[Job(f"generate-{case}", f"benchmarks/generate.py --cases {case} --output {{out}}") for case in GENERATE],
         Job("tests", "-m pytest -m gpu -vv -n 3 --dist worksteal -rf tests", 0.4),
         Job("train", "-m sparsekv train {model} {text} --context-length 32768 --num-documents 24 "

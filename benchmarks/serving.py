@@ -96,8 +96,7 @@ FORMS: dict[str, dict[str, int]] = {"tiny": {"buckets": 32, "sink": 4, "window":
 TOKENS, LAST, CHUNK, WARM, PROFILED = 200, 100, 8192, 49_152, 4
 FOUND = "found "
 """What an engine's process says before a case's numbers."""
-UNITS = {"ms": "milliseconds", "s": "seconds", "gb": "GB", "second": "tokens a second", "share": "share",
-         "steps": "share", "waiting": "requests", "tokens": "tokens", "preempted": "requests"}
+UNITS = {"ms": "milliseconds", "s": "seconds", "gb": "GB", "second": "tokens a second"}
 
 
 def write_model(shape: str, folder: Path, longest: int, *, trained: bool = True) -> None:
@@ -176,41 +175,27 @@ def environment(method: str) -> dict[str, str]:
     return env
 
 
-def lacks(method: str) -> str | None:
-    """What a method needs and does not find here, in one sentence."""
-    if importlib.util.find_spec("vllm") is None:
-        return "vLLM is not installed: nothing is measured (docs/serve.md says how)"
-    return None
-
-
-def make_engine(
-    folder: Path, method: str, *, longest: int, rows: int, memory: float, graphs: str, sizes: list[int],
-    cache: str = "auto", ranks: int = 1, compiles: bool = True, **more: Any,
-) -> Any:
+def engine_of(names: list[str], method: str, folder: Path, options: argparse.Namespace) -> Any:
     """vLLM over a model without weights, which get some."""
     from vllm import LLM
 
-    given: dict[str, Any] = {"enforce_eager": True}
-    if torch.cuda.is_available():
-        given = {"attention_config": backend_of(method), "gpu_memory_utilization": memory,
-                 "max_num_batched_tokens": CHUNK, "tensor_parallel_size": ranks, "kv_cache_dtype": cache,
-                 "compilation_config": {"cudagraph_mode": graphs, "cudagraph_capture_sizes": sizes}}
-        if not compiles:
-            given["compilation_config"] |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-    engine = LLM(model=str(folder), load_format="dummy", skip_tokenizer_init=True, max_model_len=longest,
-                 max_num_seqs=max(rows, 2), block_size=16, enable_prefix_caching=False, seed=0, **given, **more)
-    engine.apply_model(give_weights)
-    return engine
-
-
-def engine_of(names: list[str], method: str, folder: Path, options: argparse.Namespace) -> Any:
     cases = [CASES[case] for case in names]
+    rows, longest = max(c.rows for c in cases), max(c.length for c in cases) + options.tokens + 64
     # all methods get the same pages, and no more than they need
     blocks = max(c.rows * -(-(c.length + options.tokens + 64) // 16) for c in cases) + 64
-    return make_engine(
-        folder, method, longest=max(c.length for c in cases) + options.tokens + 64, rows=max(c.rows for c in cases),
-        memory=options.memory, graphs=options.graphs, sizes=sorted({c.rows for c in cases}), cache=cases[0].cache,
-        ranks=cases[0].ranks, compiles=not options.uncompiled, num_gpu_blocks_override=blocks)
+    given: dict[str, Any] = {"enforce_eager": True}
+    if torch.cuda.is_available():
+        given = {"attention_config": backend_of(method), "gpu_memory_utilization": options.memory,
+                 "max_num_batched_tokens": CHUNK, "tensor_parallel_size": cases[0].ranks,
+                 "kv_cache_dtype": cases[0].cache, "compilation_config": {
+                     "cudagraph_mode": options.graphs, "cudagraph_capture_sizes": sorted({c.rows for c in cases})}}
+        if options.uncompiled:
+            given["compilation_config"] |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    engine = LLM(model=str(folder), load_format="dummy", skip_tokenizer_init=True, max_model_len=longest,
+                 max_num_seqs=max(rows, 2), block_size=16, enable_prefix_caching=False, seed=0,
+                 num_gpu_blocks_override=blocks, **given)
+    engine.apply_model(give_weights)
+    return engine
 
 
 def run(
@@ -279,7 +264,9 @@ def same(tokens: list[int], others: list[int]) -> int:
 def beside(engine: Any) -> int:
     """Bytes of all indices and summaries, 0 for another backend. By the layers: vLLM freezes the collector's list of
     objects."""
-    return sum(home.index.nbytes for home in homes_of(engine) if home.index is not None)
+    layers = engine.llm_engine.vllm_config.compilation_config.static_forward_context.values()
+    homes = [getattr(getattr(layer, "impl", None), "served", None) for layer in layers]
+    return sum(home.index.nbytes for home in homes if home is not None and home.index is not None)
 
 
 class IndexTimes:
@@ -318,12 +305,6 @@ class IndexTimes:
                 for times in zip(*self.groups.values(), strict=False)]
 
 
-def homes_of(engine: Any) -> list[Any]:
-    """What the engine's layers that decode sparsely have."""
-    layers = engine.llm_engine.vllm_config.compilation_config.static_forward_context.values()
-    return [home for layer in layers if (home := getattr(getattr(layer, "impl", None), "served", None)) is not None]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     here = [c for c in CASES if c.startswith("tiny") != torch.cuda.is_available() and c not in NAMED]
@@ -343,6 +324,8 @@ def main() -> None:
     if options.engine is not None:
         measure(options.methods[0], options.engine, options)
         return
+    if importlib.util.find_spec("vllm") is None:
+        sys.exit("vLLM is not installed: nothing is measured (docs/serve.md says how)")
     devices = torch.cuda.device_count()
     if options.side_by_side and devices < len(options.methods):
         parser.error(f"--side-by-side needs {len(options.methods)} CUDA devices; there are {devices}")
@@ -352,10 +335,6 @@ def main() -> None:
         answers |= json.loads(options.said.read_text())
 
     def serve(method: str, device: int | None) -> None:
-        lacking = lacks(method)
-        if lacking is not None:
-            print(lacking, flush=True)
-            return
         for group in ENGINES:
             cases = [case for case in group if case in options.cases]
             ranks = CASES[group[0]].ranks

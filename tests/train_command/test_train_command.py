@@ -124,7 +124,7 @@ def test_estimates_give_back_what_was_measured() -> None:
     found = estimate(coder, Work(32, 16_384, 768, 1024, 2500, 256, 192, 4096, 64, 0, 1, True), GPU)
     assert found.phi_seconds == pytest.approx(127, rel=0.1) and found.router_seconds == pytest.approx(13, rel=0.1)
     assert 249 / 1.5 < found.seconds - found.text_seconds < 249  # the command had no card on text
-    eight = ModelShape(2_000_000_000, 8, 8, 32, 8, 128, 14336, 2)  # of benchmarks/capture.py
+    eight = ModelShape(2_000_000_000, 8, 8, 32, 8, 128, 14336, 2)
     for length, seconds, stored, peak in ((32_768, 0.357, 1.147, 8.03), (131_072, 2.958, 4.587, 12.23)):
         work = Work(1, length, length // 64, 1024, 1, 128, 128, 2048, 64, 0, 1, True)
         found = estimate(eight, work, GPU)
