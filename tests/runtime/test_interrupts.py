@@ -25,7 +25,9 @@ from sparsekv.runtime.process import NOW
 from sparsekv.util.errors import SparseKVError
 
 RUNTIME = Path(sparsekv.runtime.__file__).parent
-EVERY = pytest.mark.parametrize("every", [11, pytest.param(1, marks=pytest.mark.slow)])
+EVERY = pytest.mark.parametrize(("first", "every"), [
+    (1, 11), *(pytest.param(first, 4, marks=pytest.mark.slow) for first in (1, 2, 3, 4))])
+"""Lines that are interrupted; the slow cases together are all, each within a test's time."""
 """Lines from one interrupt to the next."""
 GREEDY = {"max_new_tokens": 4, "do_sample": False}
 
@@ -95,8 +97,8 @@ def model() -> Any:
 
 
 @EVERY
-def test_at_any_line_of_entering_and_leaving(model: Any, every: int) -> None:
-    before, number, seen = state_of(model), 1 - every, set()
+def test_at_any_line_of_entering_and_leaving(model: Any, first: int, every: int) -> None:
+    before, number, seen = state_of(model), first - every, set()
     attachment = attach(model, selector="topk", token_budget=8)
     while True:
         number += every
@@ -121,7 +123,7 @@ def test_at_any_line_of_entering_and_leaving(model: Any, every: int) -> None:
 
 @EVERY
 @torch.no_grad()
-def test_at_any_line_of_a_step(model: Any, every: int) -> None:
+def test_at_any_line_of_a_step(model: Any, first: int, every: int) -> None:
     before, ids = state_of(model), prompt(60)
     plain = model.generate(ids, **GREEDY)
     with attached(model) as attachment:
@@ -129,7 +131,7 @@ def test_at_any_line_of_a_step(model: Any, every: int) -> None:
         for t in range(50, 52):
             model(ids[:, t:t + 1], past_key_values=filled, use_cache=True)
         inside, wanted = state_of(model), model(ids[:, 52:53], past_key_values=filled.fork(), use_cache=True).logits
-        number, seen = 1 - every, set()
+        number, seen = first - every, set()
         while True:
             number += every
             try:
