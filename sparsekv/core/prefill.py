@@ -103,7 +103,7 @@ class ReadsChunks(Protocol):
     def extrapolate(self) -> bool: ...
 
     def selects(self, view: LayerView) -> Tensor:
-        """Whether less is read than there is, `[rows]`, of a view whose regions are those of chunks."""
+        """Return whether less is read than there is, `[rows]` bool, of a view whose regions are those of chunks."""
 
     def listed(self, view: LayerView, q: Tensor, firsts: Tensor) -> Tensor:
         """The mid tokens that chunks `[B, Hq, n·size, d]` read beside sink and window, `[B, n, K]`, padded with -1.
@@ -179,14 +179,14 @@ def _chunks(
 def _contiguous(
     view: LayerView, q: Tensor, end: int, listed: Tensor, starts: Tensor | None, reader: ReadsChunks,
 ) -> Tensor:
-    """The same with the keys that a chunk reads, in order, at positions 0, 1, 2, … (length extrapolation)."""
+    """Attend from chunks `q [B, Hq, n·size, d]`, the last tokens before `end`, to the keys that each reads, which get
+    the positions 0, 1, 2, … in their order (length extrapolation)."""
     size, rope = q.shape[2] // listed.shape[1], needed(view.rope)
-    outs = []
-    for first, part, chosen in zip(range(end - q.shape[2], end, size), q.split(size, dim=2), listed.unbind(1),
-                                   strict=True):
+    firsts, outs = range(end - q.shape[2], end, size), []
+    anchors = chunk_anchors(len(q), firsts, reader.sink, reader.window, q.device, starts)
+    lists = torch.cat([listed, anchors], dim=2).unbind(1)
+    for first, part, tokens in zip(firsts, q.split(size, dim=2), lists, strict=True):
         columns = torch.arange(first, first + size, device=q.device)
-        anchors = chunk_anchors(len(q), first, reader.sink, reader.window, q.device, starts)
-        tokens = torch.cat([chosen, anchors], dim=1)
         tokens = torch.where(tokens < 0, first, tokens).sort(dim=1).values
         used = torch.cat([tokens < first, columns >= view.regions.starts[:, None]], dim=1)
         index = tokens.clamp(max=first - 1)[:, None].expand(-1, view.num_kv_heads, -1)

@@ -81,6 +81,15 @@ def attention_launch(row_bytes: int, room: int) -> Launch | None:
     return next((how for how in ATTENTION if how.bytes(row_bytes) <= room), None)
 
 
+def answer_for(q: Tensor) -> tuple[Tensor, Tensor, Launch | None]:
+    """Make room for the answer to queries `[B, Hq, T, d]`, out as q and lse `[B, Hq, T]` float32, and say how attention
+    runs; None where the queries have no room."""
+    room = shared_bytes(q.device) if q.is_cuda else 1 << 30
+    return (torch.empty_like(q, memory_format=torch.contiguous_format),
+            torch.empty(q.shape[:3], dtype=torch.float32, device=q.device),
+            attention_launch(padded(q.shape[3]) * q.element_size(), room))
+
+
 def wanted_blocks(own: Tensor, share: int, least: int) -> Tensor:
     """Blocks that a block of queries after `own` others reads in the mean of the heads, the first and its own among
     them, at a share of 2^`SHARE_BITS`; where there are so many."""
@@ -231,10 +240,8 @@ def launch_block_attention(q: Tensor, k: Tensor, v: Tensor, lists: BlockLists, *
 
     q, k, v = (dense_last(x) for x in (q, k, v))
     batch, heads, count, dim = q.shape
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    lse = torch.empty(batch, heads, count, dtype=torch.float32, device=q.device)
+    out, lse, how = answer_for(q)
     if out.numel():
-        how = attention_launch(padded(dim) * q.element_size(), shared_bytes(q.device) if q.is_cuda else 1 << 30)
         if how is None:
             return block_attention_reference(q, k, v, lists, scale=scale)
         blocks, counts = (x.contiguous() for x in lists)

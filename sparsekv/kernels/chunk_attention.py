@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparsekv.kernels.block_attention import BLOCK, attention_launch
+from sparsekv.kernels.block_attention import BLOCK, answer_for
 from sparsekv.kernels.gather import anchor_indices, gather_rows
-from sparsekv.kernels.launch import NEG_INF, acc_dtype, as_tokens, dense_last, on_device, padded, shared_bytes
+from sparsekv.kernels.launch import NEG_INF, acc_dtype, as_tokens, dense_last, on_device, padded
 
 TWIN_QUERIES = 256
 """Queries that plain torch takes at once."""
@@ -37,25 +37,26 @@ def chunk_attention(
         out, as q, and lse `[B, Hq, n·size]`, float32 at least.
     """
     first = k.shape[2] - q.shape[2]
-    anchors = [chunk_anchors(len(q), at, sink, window, k.device, starts) for at in range(first, k.shape[2], size)]
-    lists = torch.cat([chosen.to(torch.int32), torch.stack(anchors, dim=1).to(torch.int32)], dim=2)
+    anchors = chunk_anchors(len(q), range(first, k.shape[2], size), sink, window, k.device, starts)
+    lists = torch.cat([chosen.to(torch.int32), anchors.to(torch.int32)], dim=2)
     if on_device(q) and starts is None:
         return launch_chunk_attention(q, k, v, lists, size=size, scale=scale)
     return chunk_attention_reference(q, k, v, lists, size=size, scale=scale, starts=starts)
 
 
 def chunk_anchors(
-    batch: int, first: int, sink: int, window: int, device: torch.device, starts: Tensor | None = None,
+    batch: int, firsts: range, sink: int, window: int, device: torch.device, starts: Tensor | None = None,
 ) -> Tensor:
-    """List sink and window before a chunk that begins at token `first`: `[B, sink + window]` int64, with starts padded
-    with -1. Without them nothing waits for the device.
+    """List sink and window before chunks that begin at tokens `firsts [n]`: `[B, n, sink + window]` int64, with starts
+    padded with -1. Without them nothing waits for the device.
     """
-    places = torch.arange(sink + window, device=device)
     if starts is not None:
-        found = anchor_indices(starts, min(sink, first), starts.clamp(min=first - window),
-                               torch.full_like(starts, first))
-        return torch.nn.functional.pad(found, (0, sink + window - found.shape[1]), value=-1)
-    return torch.where(places < sink, places, places + first - window - sink).expand(batch, -1)
+        found = [anchor_indices(starts, min(sink, first), starts.clamp(min=first - window),
+                                torch.full_like(starts, first)) for first in firsts]
+        return torch.stack([torch.nn.functional.pad(x, (0, sink + window - x.shape[1]), value=-1) for x in found], 1)
+    places = torch.arange(sink + window, device=device)
+    begin = torch.arange(firsts.start, firsts.stop, firsts.step, device=device)[:, None]
+    return torch.where(places < sink, places, places + begin - window - sink).expand(batch, -1, -1)
 
 
 def chunk_attention_reference(
@@ -106,10 +107,8 @@ def launch_chunk_attention(
 
     q, k, v = (dense_last(x) for x in (q, k, v))
     batch, heads, count, dim = q.shape
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    lse = torch.empty(batch, heads, count, dtype=torch.float32, device=q.device)
+    out, lse, how = answer_for(q)
     if out.numel():
-        how = attention_launch(padded(dim) * q.element_size(), shared_bytes(q.device) if q.is_cuda else 1 << 30)
         if how is None:
             return chunk_attention_reference(q, k, v, lists, size=size, scale=scale)
         chunk_kernel[(-(-size // BLOCK), batch * heads, -(-count // size))](

@@ -24,8 +24,8 @@ class Counters:
         self.layers = layers
         self._shares: Tensor | None = None
         self._fetched: dict[tuple[int, torch.device], tuple[Tensor, int]] = {}
-        """Of layers in CPU memory, by layer and device: rows that steps listed and rows that came over the bus, `[2]`,
-        and the bytes of a row."""
+        """Rows that steps listed and rows that came over the bus, `[2]` int64, and the bytes of a row, by layer in CPU
+        memory and device."""
         self.clear()
 
     def clear(self) -> None:

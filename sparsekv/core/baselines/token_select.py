@@ -11,9 +11,8 @@ from torch import Tensor
 from sparsekv.core.layer import LayerView, Queries, Selection, needed
 from sparsekv.core.prefill import prefill_chunks
 from sparsekv.core.selectors.base import ReadsPrompts, Selector
-from sparsekv.core.selectors.topk import key_bytes, top_tokens
+from sparsekv.core.selectors.topk import group_products, key_bytes, top_tokens
 from sparsekv.kernels import soft_vote
-from sparsekv.kernels.launch import wide_product
 from sparsekv.util.config import option
 from sparsekv.util.errors import check_choice
 
@@ -117,10 +116,8 @@ class TokenSelect(Selector):
             votes = soft_vote(q.transpose(1, 2).flatten(0, 1), keys, first, last,
                               scale=view.scale if self.scaled else 1.0).masked_fill_(outside, float("-inf"))[:, :, None]
         else:
-            by_head = q.unflatten(1, (view.num_kv_heads, -1)).flatten(0, 1).flatten(1, 2).to(keys.dtype)
-            scores = wide_product(by_head, keys.flatten(0, 1).mT) * view.scale
-            scores = scores.view(len(q), view.num_query_heads, q.shape[2], -1).transpose(1, 2).flatten(0, 1)
-            scores = scores.masked_fill(outside, float("-inf"))[:, :, None]
+            scores = (group_products(q, keys) * view.scale).unflatten(2, (q.shape[2], -1)).transpose(1, 2)
+            scores = scores.flatten(2, 3).flatten(0, 1).masked_fill(outside, float("-inf"))[:, :, None]
             votes = vote(scores, self.budget, self.widest, self.vote)
         return top_tokens(votes, self.budget, self.widest)
 

@@ -17,13 +17,16 @@ from sparsekv.util.config import option
 def group_scores(view: LayerView, queries: Tensor) -> Tensor:
     """`q·k·scale`, with -inf outside the mid region: queries `[B, Hq, T, d]` -> `[B, Hkv, T, G, N]`, float32 at
     least."""
-    batch, _, count, dim = queries.shape
-    heads_kv, keys = view.num_kv_heads, view.keys
-    q = queries.reshape(batch, heads_kv, view.group, count, dim).transpose(2, 3)
-    q = q.reshape(batch * heads_kv, count * view.group, dim).to(keys.dtype)
+    return mask_mid(view, group_products(queries, view.keys) * view.scale).unflatten(2, (queries.shape[2], -1))
+
+
+def group_products(queries: Tensor, keys: Tensor) -> Tensor:
+    """Multiply queries `[B, Hq, T, d]` with the keys `[B, Hkv, N, d]` of their groups: `[B, Hkv, T·G, N]`, float32 at
+    least."""
+    batch, heads_kv = keys.shape[:2]
+    q = queries.unflatten(1, (heads_kv, -1)).transpose(2, 3).flatten(2, 3).flatten(0, 1).to(keys.dtype)
     # rounded to bfloat16, a score near 200 would be wrong by up to half a nat
-    scores = wide_product(q, keys.flatten(0, 1).mT).unflatten(0, (batch, heads_kv)) * view.scale
-    return mask_mid(view, scores).reshape(batch, heads_kv, count, view.group, -1)
+    return wide_product(q, keys.flatten(0, 1).mT).unflatten(0, (batch, heads_kv))
 
 
 def mask_mid(view: LayerView, scores: Tensor) -> Tensor:

@@ -67,11 +67,7 @@ def begin(
     past = past if built is None else built.past
     regions = {device: Regions.at_prefill_end(starts.to(device), past, decoding.sink_size, decoding.window_size)
                for device in dict.fromkeys(layer_devices)}
-    host = [layer for layer in layers if isinstance(layer, HostLayer)]
-    here = sum(store.data.numel() * store.data.element_size() for layer in layers
-               if isinstance(layer, SparseLayer) and not isinstance(layer, HostLayer) for store in layer.stores
-               if store.data is not None)
-    room = Room.of(decoding.kv_memory, here, called[which[0]].device, len(host)) if any(on_host) else Room()
+    room = _room(decoding, layers, called[which[0]].device) if any(on_host) else Room()
     views: list[LayerView | HostView] = []
     for i, device, away in zip(which, layer_devices, on_host, strict=True):
         how, layer = called[i], layers[i]
@@ -101,6 +97,15 @@ def begin(
     for i, view, selector, estimator in zip(which, views, selectors, estimators, strict=True):
         layers[i].state = LayerState(view, selector, estimator, decoding.tails, decoding)
     counters.index_seconds += _now(devices) - began
+
+
+def _room(decoding: Decoding, layers: Sequence[Any], device: torch.device) -> Room:
+    """The room on the device for rows that were read lately, of each layer in CPU memory."""
+    host = [layer for layer in layers if isinstance(layer, HostLayer)]
+    here = sum(store.data.numel() * store.data.element_size() for layer in layers
+               if isinstance(layer, SparseLayer) and not isinstance(layer, HostLayer) for store in layer.stores
+               if store.data is not None)
+    return Room.of(decoding.kv_memory, here, device, len(host))
 
 
 def _now(devices: Sequence[torch.device]) -> float:

@@ -35,8 +35,8 @@ free memory, at most."""
 
 
 class Room(NamedTuple):
-    """What rows that were read lately may take of the device's memory: so many bytes a layer, and so many times the
-    rows that a step reads; None: as many as there are bytes."""
+    """The memory of the device that rows read lately may take: `size` bytes a layer, and `times` the rows that a step
+    reads at most; None: as many as there are bytes."""
 
     size: float = 0.0
     times: int | None = HOT

@@ -1,4 +1,4 @@
-"""What can be attached to: models and caches, checked before anything is changed."""
+"""Checks of models and caches before anything is changed, and the layers that may decode sparsely."""
 
 from __future__ import annotations
 
