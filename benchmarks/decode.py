@@ -38,7 +38,7 @@ from sparsekv.core.layer import LayerView, Queries, Selection
 from sparsekv.core.regions import Regions
 from sparsekv.core.selectors.router import Router
 from sparsekv.core.selectors.sketch import CANDIDATES, SketchRouter, most_by_codes
-from sparsekv.core.sketch import fit_sketch
+from sparsekv.core.sketch import code_size, fit_sketch
 from sparsekv.core.step import Step, sparse_step
 from sparsekv.kernels import (
     BucketMeans,
@@ -62,7 +62,7 @@ from sparsekv.trainers.phi import RECIPES
 
 DIM, BUCKETS, PROBES, HIDDEN, SINK, TAIL = 128, 1024, 32, 1024, 1, 2047
 FEATURES, MAP_WIDTH, KEY_UNITS = RECIPES[DEFAULT].features, RECIPES[DEFAULT].width, 2 * RECIPES[DEFAULT].key_width
-SKETCH_BYTES, SKETCH_WIDE, SKETCH_BUDGET = 32, 16, 0.01
+(SKETCH_BYTES, SKETCH_WIDE), SKETCH_BUDGET = code_size(None, None, DIM), 0.01
 ALL_UP_TO = 131_072
 """Keys up to which a step by all codes is timed beside one by candidates."""
 SHAPES = [  # case, query heads, KV heads, tokens, batch

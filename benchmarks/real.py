@@ -260,7 +260,8 @@ def stages_of(options: argparse.Namespace) -> list[Stage]:
     if options.methods:
         chosen = [replace(s, methods=tuple(options.methods if s.kind == KL else (
             m for m in s.methods if m in options.methods))) for s in chosen]
-    return chosen if options.length is None else [replace(s, length=options.length) for s in chosen]
+    given = {"length": options.length, "budgets": options.budgets and tuple(options.budgets)}
+    return [replace(s, **{name: v for name, v in given.items() if v}) for s in chosen]
 
 
 def lead(options: argparse.Namespace) -> None:
@@ -436,6 +437,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", help="these stages, in this order")
     parser.add_argument("--methods", nargs="+", help="of every stage's methods only these; of kl these, whatever they "
                                                       "are")
+    parser.add_argument("--budgets", type=float, nargs="+", help="in place of every stage's own")
     parser.add_argument("--against", nargs="+", default=RIVALS_KL, help="methods whose KL the others' is divided by")
     parser.add_argument("--rope-scaling", help="as of sparsekv capture")
     parser.add_argument("--list", action="store_true", help="only say which stages there are")
