@@ -82,7 +82,9 @@ def kl(pool: Pool, layer: RouterLayer) -> dict[str, float]:
         target = true[document].unflatten(0, (pool.heads_kv, -1)).flatten(1, 2)
         target = target / target.sum(-1, keepdim=True).clamp(min=1e-6)
         means = sums / counts.clamp(min=1)[..., None]
-        logits = {"mean keys as trained": q @ means.mT * pool.scale + counts[:, None].float().log()}
+        # a finite floor: no key of an empty bucket has mass, and 0 · -inf is NaN
+        size = counts[:, None].float().log().clamp(min=-1e4)
+        logits = {"mean keys as trained": q @ means.mT * pool.scale + size}
         if layer.weights is not None:
             w_in, b_in, w_out, b_out = (w.float() for w in layer.weights)
             logits["query model"] = (q @ w_in + b_in[:, None]).relu() @ w_out + b_out[:, None]
