@@ -272,6 +272,7 @@ OURS: dict[str, Callable[[Buffers], Step]] = {
     "sparse_sketch_fifth": lambda b: b.step(b.sketch_router(CANDIDATES)),
     "sparse_sketch_all": lambda b: b.step(b.sketch_router(1.0)),
     "sparse_sketch_phi": lambda b: b.step(b.sketch_router(), b.completion()),
+    "sparse_sketch_all_phi": lambda b: b.step(b.sketch_router(1.0), b.completion()),
     "sparse_sketch_flat": lambda b: b.step(b.sketch_router(), None, b.flat),
 }
 """Steps of the product. `_flat`: of a query that attends to everything alike, as those of random weights do, the
@@ -358,6 +359,7 @@ def steps(options: argparse.Namespace) -> None:
         sets = [Buffers(heads_q, heads, length, batch, seed=i) for i in range(8 if length < 600_000 else 4)]
         methods: tuple[str, ...] = ("sparse", "sparse_mlp", "sparse_probes", "sparse_sketch",
                                     "sparse_sketch_flat", "sdpa_flash", "sdpa_cudnn")
+        all_phi = ("sparse_sketch_all_phi",) if length <= ALL_UP_TO else ()
         if length <= ALL_UP_TO:
             methods += ("sparse_sketch_fifth", "sparse_sketch_all")
         measure(case, sets, wanted(methods))
@@ -365,7 +367,7 @@ def steps(options: argparse.Namespace) -> None:
             profile(sets, method)
         for b in sets[3:]:
             b.__dict__.clear()
-        measure(case, sets[:3], wanted(("sparse_phi", "sparse_sketch_phi")))
+        measure(case, sets[:3], wanted(("sparse_phi", "sparse_sketch_phi", *all_phi)))
         del sets, b
         torch.cuda.empty_cache()
         add_rows("decode", ROWS, options.output)
