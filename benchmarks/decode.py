@@ -40,6 +40,7 @@ from sparsekv.core.selectors.router import Router
 from sparsekv.core.selectors.sketch import CANDIDATES, SketchRouter, most_by_codes
 from sparsekv.core.sketch import code_size, fit_sketch
 from sparsekv.core.step import Step, sparse_step
+from sparsekv.core.streams import first_stream
 from sparsekv.kernels import (
     BucketMeans,
     FeatureMapWeights,
@@ -230,7 +231,7 @@ class Buffers:
 
 def timed(steps: list[Callable[[], torch.Tensor]], replays: int = 15) -> float:
     """Microseconds a step, median over replays of one CUDA graph that runs every buffer set in turn."""
-    stream = torch.cuda.Stream()
+    stream = first_stream(torch.device("cuda"))
     stream.wait_stream(torch.cuda.current_stream())  # which may still be making the buffers
     with torch.cuda.stream(stream):
         for _ in range(2):

@@ -29,6 +29,12 @@ def beside(device: torch.device) -> Iterator[Callable[[], None]]:
         yield lambda: main.wait_stream(side)
 
 
+def first_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return a new stream whose kernels get the processors before those of `beside`'s streams. Recorded on any other,
+    the estimate's kernels hold processors that the scores of all codes wait for."""
+    return torch.cuda.Stream(device, priority=-1)
+
+
 @functools.cache
 def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
     """Two, of which one is never the caller's: torch has 32 streams of a device and gives them out in turn, so that the

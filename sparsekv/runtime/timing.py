@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import sparsekv
-from sparsekv.core.streams import record
+from sparsekv.core.streams import first_stream, record
 from sparsekv.util.errors import SparseKVError
 from sparsekv.util.records import write_json
 
@@ -104,7 +104,7 @@ def _run_of(work: Callable[[], Any], device: torch.device, captured: bool) -> Ca
 
     if not captured:
         return calls
-    stream = torch.cuda.Stream(device)
+    stream = first_stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         work()

@@ -9,7 +9,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from sparsekv.core.streams import record
+from sparsekv.core.streams import first_stream, record
 from sparsekv.runtime.hf.plan import Plan
 from sparsekv.util.errors import SparseKVError, first_line
 
@@ -41,7 +41,7 @@ def take_step(plan: Plan, ids: Tensor, positions: Tensor | None) -> Tensor:
 def _capture(plan: Plan) -> Tensor:
     """The step as it is, and its graph for those that follow."""
     began = time.perf_counter()
-    here, stream = torch.cuda.current_stream(plan.device), torch.cuda.Stream(plan.device)
+    here, stream = torch.cuda.current_stream(plan.device), first_stream(plan.device)
     stream.wait_stream(here)
     with torch.cuda.stream(stream):
         answer = plan.run()
