@@ -149,7 +149,7 @@ def split_kernel(
             added = tl.load(weights + slot, mask=valid & (slot < num_listed), other=0.0).to(tl.float32)
         if FEATURES > 0:
             listed = valid & (slot < num_listed)
-            bucket = tl.load(number_base + (slot if LISTED else place), mask=listed, other=0).to(tl.int32)
+            bucket = tl.load(number_base + (slot.to(tl.int64) if LISTED else place), mask=listed, other=0).to(tl.int32)
             estimate = tl.load(own_features + bucket[None, :], mask=(group < GROUP)[:, None] & listed[None, :],
                                other=0.0)
         if AHEAD:

@@ -63,11 +63,11 @@ class Pool:
     def heads_q(self) -> int:
         return self.queries.shape[1]
 
-    def keys_in(self, space: str) -> Tensor:
-        """Keys with RoPE (`rot`) or without it (`pre`)."""
-        if space == "rot":
-            return self.keys
-        return needed(self.rope).unrotate(self.keys, torch.arange(self.keys.shape[2]))
+    def keys_in(self, space: str, documents: slice = slice(None), heads: slice = slice(None)) -> Tensor:
+        """Keys with RoPE (`rot`) or without it (`pre`), of some documents and heads: RoPE is removed in float32, which
+        takes several times their memory."""
+        keys = self.keys[documents, heads]
+        return keys if space == "rot" else needed(self.rope).unrotate(keys, torch.arange(keys.shape[2]))
 
     def queries_in(self, space: str) -> Tensor:
         """Queries with RoPE (`rot`) or without it (`pre`)."""

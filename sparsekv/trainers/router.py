@@ -187,12 +187,12 @@ def _train(
 
 def cluster(pool: Pool, recipe: RouterRecipe, seed: int, name: str = "") -> Tensor:
     """Spherical k-means over the keys of all windows: `[Lk, C, d]` unit centroids."""
-    keys = pool.keys_in(recipe.key_space)
     groups = range(0, pool.heads_kv, KMEANS_HEADS)
     with progress(f"k-means{name}", len(groups) * ITERATIONS, "iterations") as advance:
         return torch.cat([
-            spherical_kmeans(keys[:, a:a + KMEANS_HEADS].transpose(0, 1).flatten(1, 2), recipe.num_buckets,
-                             iterations=ITERATIONS, seed=seed, advance=advance) for a in groups])
+            spherical_kmeans(
+                pool.keys_in(recipe.key_space, heads=slice(a, a + KMEANS_HEADS)).transpose(0, 1).flatten(1, 2),
+                recipe.num_buckets, iterations=ITERATIONS, seed=seed, advance=advance) for a in groups])
 
 
 class RouterTask(Task):
@@ -259,9 +259,8 @@ def targets(pool: Pool, centroids: Tensor, space: str, advance: Any) -> Tensor:
     """The share of every captured query's mid attention in every bucket: `[D, Lq, T, C]` float16, zero where a query
     has no mid key."""
     mass = torch.empty(*pool.queries.shape[:3], centroids.shape[1], dtype=torch.float16, device=pool.keys.device)
-    keys = pool.keys_in(space)
     for document in range(pool.documents):
-        bucket = assign_buckets(keys[document:document + 1], centroids)[0]
+        bucket = assign_buckets(pool.keys_in(space, slice(document, document + 1)), centroids)[0]
         positions = pool.positions[document].expand(pool.heads_q, -1)
         mass[document] = bucket_mass(pool.queries[document], pool.keys[document], bucket, positions, centroids.shape[1],
                                      scale=pool.scale, sink_size=pool.sink_size, window_size=pool.window_size,

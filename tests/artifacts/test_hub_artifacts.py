@@ -288,7 +288,7 @@ def test_commands_of_a_shell(hub: Hub, trained: Path, tmp_path) -> None:
     model = tmp_path / "model"
     save_model(model)
     env = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": TOKEN,
-           "HF_HUB_DISABLE_XET": "1", "PYTHONPATH": str(ROOT)}
+           "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0", "PYTHONPATH": str(ROOT)}
 
     def run(*words: str, **changed: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([sys.executable, "-m", "sparsekv.cli", *words], capture_output=True, text=True,
