@@ -352,7 +352,7 @@ def builds() -> list[Build]:
         blocks = {n: at_once(block, size * dim, indexing.ROW_BYTES) for n, block in (
             ("BLOCK", indexing.ASSIGNED_AT_ONCE), ("BUCKETS", indexing.BUCKETS_AT_ONCE))}
         build(i.assign_kernel, {**blocks, "DIM": dim}, indexing.assign_warps(size), half, SHARED,
-              stages=indexing.STAGES, spill=64)
+              stages=indexing.STAGES, spill=128)
     build(i.count_kernel, {"STRETCH": indexing.SORTED_AT_ONCE}, indexing.WARPS, "bf16")
     stretch = {"STRETCH": indexing.SORTED_AT_ONCE, "BLOCK": indexing.PLACED_AT_ONCE}
     build(i.place_kernel, stretch, indexing.WARPS, "bf16")
