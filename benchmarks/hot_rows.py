@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -46,7 +47,8 @@ def lists_of(model: object, artifacts: str | None, ids: Tensor, budget: float, t
 
     def logged(self, view, queries):  # type: ignore[no-untyped-def]
         selection = select(self, view, queries)
-        kept.append(selection.as_tokens()[0].long().cpu())
+        if threading.current_thread() is threading.main_thread():  # not of the made-up layer that loads kernels
+            kept.append(selection.as_tokens()[0].long().cpu())
         return selection
 
     SketchRouter.select = logged  # type: ignore[method-assign]
@@ -127,9 +129,8 @@ def main() -> None:
         lists = lists_of(model, options.artifacts, ids, budget, options.tokens)
         width = int((lists >= 0).sum(-1).max())
         sizes, made = [times * width for times in TIMES], []
-        rates = {"lru": lru(lists, sizes, int(lists.max()) + 1),
-                 **{f"{'direct' if count == 1 else 'ways2'}": [ways(lists, size, count) for size in sizes]
-                    for count in (1, 2)}}
+        rates = {"lru": lru(lists, sizes, int(lists.max()) + 1), **{
+            name: [ways(lists, size, count) for size in sizes] for count, name in ((1, "direct"), (2, "ways2"))}}
         print(f"budget {budget}, {len(lists)} steps, lists of {width} tokens of {ids.shape[1]}", flush=True)
         for name, found in rates.items():
             print(f"  {name:7}", "  ".join(f"{times:2} x {rate:.3f}" for times, rate in zip(TIMES, found, strict=True)))

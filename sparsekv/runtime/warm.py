@@ -29,6 +29,28 @@ _WARM: set[Any] = set()
 """What was loaded in this process: steps by `break_even.key_of`, products by `fused.Fused.loads`."""
 
 
+def take_turns(driver: Any) -> None:
+    """Let threads make Triton's launchers one after the other. Triton 3.6 loads each as a Python module of one and the
+    same name: a thread may be given what another has just loaded, and its kernel is then launched with the arguments of
+    another kernel.
+
+    Args:
+        driver: Triton's active one.
+    """
+    make = driver.launcher_cls
+    if getattr(make, "func", None) is _in_turn:
+        return
+    driver.launcher_cls = functools.partial(_in_turn, make)
+
+
+_TURN = threading.Lock()
+
+
+def _in_turn(make: Callable[..., Any], *source: Any) -> Any:
+    with _TURN:
+        return make(*source)
+
+
 class Warming:
     """The threads; none where all is loaded."""
 
@@ -62,18 +84,23 @@ class Warming:
         _WARM.add(key)
         length = min(length, max(_longest(shape), 4 * (sinks + window)))
         for part in (functools.partial(one_step, selector, estimator), full_step):
-            thread = threading.Thread(target=_tried, args=(part, shape, sinks, window, length), daemon=True)
-            thread.start()
-            self._threads.append(thread)
+            self._run(_tried, part, shape, sinks, window, length)
 
     def load(self, loads: dict[Any, Callable[[], Any]], device: torch.device) -> None:
         """Kernels that calls load, by what they load."""
         for key, load in loads.items():
             if key not in _WARM:
                 _WARM.add(key)
-                thread = threading.Thread(target=_alone, args=(load, device), daemon=True)
-                thread.start()
-                self._threads.append(thread)
+                self._run(_alone, load, device)
+
+    def _run(self, work: Callable[..., None], *given: Any) -> None:
+        if torch.cuda.is_available():
+            from triton.runtime import driver
+
+            take_turns(driver.active)
+        thread = threading.Thread(target=work, args=given, daemon=True)
+        thread.start()
+        self._threads.append(thread)
 
     def wait(self) -> None:
         """Wait until all is loaded."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -54,6 +56,29 @@ def test_maps_are_loaded_beside_a_prompt_once_for_all_forks() -> None:
     assert later.key_map is loaded[0][torch.float32] and later.weights is loaded[1][torch.float32]
     warming.copy(lambda: 1 / 0, SHAPE.device)  # type: ignore[arg-type, return-value]
     warming.wait()  # what fails is left to the step
+
+
+def test_launchers_are_made_one_at_a_time() -> None:
+    """Triton 3.6 gives a thread the launcher that another has just loaded, where both are made at once."""
+    inside, most = [], []
+
+    def make(source: str, metadata: int) -> tuple[str, int]:
+        inside.append(source)
+        most.append(len(inside))
+        time.sleep(0.01)
+        inside.remove(source)
+        return source, metadata
+
+    driver = SimpleNamespace(launcher_cls=make)
+    for _ in range(2):
+        warm.take_turns(driver)
+    assert driver.launcher_cls.args == (make,)
+    threads = [threading.Thread(target=driver.launcher_cls, args=(str(i), i)) for i in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1] * 5 and driver.launcher_cls("a", 1) == ("a", 1)
 
 
 class Watched(SELECTORS["topk"]):
