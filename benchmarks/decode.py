@@ -4,10 +4,9 @@ attention.
 `sparse*` read by the budget rule, as many tokens as 32 of 1,024 equal buckets hold (3.125 % of the mid region);
 `sparse_probes` the best 32 buckets (Saap); `sparse_sketch*` the best 1 % of the mid region by the sketches of the
 candidates that the best buckets give, a fifth of it, or of all where that reads less (`_fifth`, `_all`: one of them
-whatever the length; `_flat`: where all scores are equal). Everything runs inside CUDA
-graphs over several buffer sets, so that no figure is the cache's. First the kernels are checked against their float64
-twins. Writes the rows of `decode` (or the folder given). What a token
-costs in a user's hands is `benchmarks/generate.py`.
+whatever the length; `_flat`: where all scores are equal). Everything runs inside CUDA graphs over several buffer sets,
+so that no figure is the cache's. First the kernels are checked against their float64 twins. Writes the rows of `decode`
+(or the folder given). What a token costs in a user's hands is `benchmarks/generate.py`.
 
     python benchmarks/decode.py [--output FOLDER] [--cases 32x8-128k-b1 ...] [--methods sparse_sketch_phi ...]
 """
@@ -360,15 +359,8 @@ def steps(options: argparse.Namespace) -> None:
         sets = [Buffers(heads_q, heads, length, batch, seed=i) for i in range(8 if length < 600_000 else 4)]
         methods: tuple[str, ...] = ("sparse", "sparse_mlp", "sparse_probes", "sparse_sketch",
                                     "sparse_sketch_flat", "sdpa_flash", "sdpa_cudnn")
-        all_phi = ("sparse_sketch_all_phi",) if length <= ALL_UP_TO else ()
-        if length <= ALL_UP_TO:
-            methods += ("sparse_sketch_fifth", "sparse_sketch_all")
-        measure(case, sets, wanted(methods))
-        for method in wanted(("sparse", "sparse_sketch")) if options.profile else ():
-            profile(sets, method)
-        for b in sets[3:]:
-            b.__dict__.clear()
-        measure(case, sets[:3], wanted(("sparse_phi", "sparse_sketch_phi", *all_phi)))
+        completed = "sparse_phi", "sparse_sketch_phi", "sparse_sketch_all_phi"
+        measure(case, sets[:3], wanted(completed[:3 if length <= ALL_UP_TO else 2]))
         del sets, b
         torch.cuda.empty_cache()
         add_rows("decode", ROWS, options.output)

@@ -120,11 +120,9 @@ def main() -> None:
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, tokenizer = load_model(options.model, dtype="bfloat16" if device == "cuda" else "float32", device=device)
-    if options.text is None:
-        ids = prompts(model, tokenizer, 1, options.length + options.tokens, device)
-    else:
-        found = tokenizer(options.text.read_text(encoding="utf-8"))["input_ids"][:options.length + options.tokens]
-        ids = torch.tensor([found], device=device)
+    wanted = options.length + options.tokens
+    ids = prompts(model, tokenizer, 1, wanted, device) if options.text is None else torch.tensor(
+        [tokenizer(options.text.read_text(encoding="utf-8"))["input_ids"][:wanted]], device=device)
     for budget in options.budgets:
         lists = lists_of(model, options.artifacts, ids, budget, options.tokens)
         width = int((lists >= 0).sum(-1).max())

@@ -82,8 +82,7 @@ def kl(pool: Pool, layer: RouterLayer) -> dict[str, float]:
         target = true[document].unflatten(0, (pool.heads_kv, -1)).flatten(1, 2)
         target = target / target.sum(-1, keepdim=True).clamp(min=1e-6)
         means = sums / counts.clamp(min=1)[..., None]
-        # a finite floor: no key of an empty bucket has mass, and 0 · -inf is NaN
-        size = counts[:, None].float().log().clamp(min=-1e4)
+        size = counts[:, None].float().log().clamp(min=-1e4)  # an empty bucket has no mass, and 0 · -inf is NaN
         logits = {"mean keys as trained": q @ means.mT * pool.scale + size}
         if layer.weights is not None:
             w_in, b_in, w_out, b_out = (w.float() for w in layer.weights)
