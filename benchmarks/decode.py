@@ -39,7 +39,7 @@ from sparsekv.core.selectors.router import Router
 from sparsekv.core.selectors.sketch import CANDIDATES, SketchRouter, most_by_codes
 from sparsekv.core.sketch import code_size, fit_sketch
 from sparsekv.core.step import Step, sparse_step
-from sparsekv.core.streams import first_stream
+from sparsekv.core.streams import recording_stream
 from sparsekv.kernels import (
     BucketMeans,
     FeatureMapWeights,
@@ -228,9 +228,9 @@ class Buffers:
         return torch.nn.functional.scaled_dot_product_attention(self.q[:, :, None], self.k, self.v, enable_gqa=True)
 
 
-def timed(steps: list[Callable[[], torch.Tensor]], replays: int = 15) -> float:
+def timed(steps: list[Callable[[], torch.Tensor]], rows: int, replays: int = 15) -> float:
     """Microseconds a step, median over replays of one CUDA graph that runs every buffer set in turn."""
-    stream = first_stream(torch.device("cuda"))
+    stream = recording_stream(torch.device("cuda"), rows)
     stream.wait_stream(torch.cuda.current_stream())  # which may still be making the buffers
     with torch.cuda.stream(stream):
         for _ in range(2):
@@ -239,7 +239,7 @@ def timed(steps: list[Callable[[], torch.Tensor]], replays: int = 15) -> float:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     rounds = max(1, 24 // len(steps))
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream):
         for _ in range(rounds):
             for step in steps:
                 step()
@@ -325,7 +325,7 @@ def measure(case: str, sets: list[Buffers], methods: tuple[str, ...]) -> None:
         backend = {"sdpa_flash": SDPBackend.FLASH_ATTENTION, "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION}.get(method)
         try:
             with sdpa_kernel(backend) if backend is not None else contextlib.nullcontext():
-                found[method] = timed([of(b, name) for b in sets])
+                found[method] = timed([of(b, name) for b in sets], sets[0].k.shape[0])
         except RuntimeError as error:
             print(f"{case} {method}: {str(error).splitlines()[0]}")
     ROWS.extend(row(case, m, "us", round(t, 2), "microseconds a step") for m, t in found.items())
@@ -359,6 +359,13 @@ def steps(options: argparse.Namespace) -> None:
         sets = [Buffers(heads_q, heads, length, batch, seed=i) for i in range(8 if length < 600_000 else 4)]
         methods: tuple[str, ...] = ("sparse", "sparse_mlp", "sparse_probes", "sparse_sketch",
                                     "sparse_sketch_flat", "sdpa_flash", "sdpa_cudnn")
+        if length <= ALL_UP_TO:
+            methods += ("sparse_sketch_fifth", "sparse_sketch_all")
+        measure(case, sets, wanted(methods))
+        for method in wanted(("sparse", "sparse_sketch")) if options.profile else ():
+            profile(sets, method)
+        for b in sets[3:]:
+            b.__dict__.clear()
         completed = "sparse_phi", "sparse_sketch_phi", "sparse_sketch_all_phi"
         measure(case, sets[:3], wanted(completed[:3 if length <= ALL_UP_TO else 2]))
         del sets, b

@@ -29,10 +29,11 @@ def beside(device: torch.device) -> Iterator[Callable[[], None]]:
         yield lambda: main.wait_stream(side)
 
 
-def first_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return a new stream whose kernels get the processors before those of `beside`'s streams. Recorded on any other,
-    the estimate's kernels hold processors that the scores of all codes wait for."""
-    return torch.cuda.Stream(device, priority=-1)
+def recording_stream(device: torch.device, rows: int) -> torch.cuda.Stream:
+    """Make the stream on which a step of so many rows is recorded. The kernels of one row get the processors before
+    those of `beside`'s streams: the scores of all its codes would wait for the estimate's kernels. With more rows the
+    estimate takes as long as the selection, and the two share them."""
+    return torch.cuda.Stream(device, priority=-1 if rows == 1 else 0)
 
 
 @functools.cache

@@ -170,7 +170,7 @@ def _step_times(shape: Shape, selector: Selector, estimator: Estimator | None, s
     build(view, selector, estimator)
     steps = (lambda: full_step(view, queries), lambda: sparse_step(view, queries, selector, estimator))
     captured = shape.device.type == "cuda" and selector.replayable and (estimator is None or estimator.in_kernel)
-    full, sparse = (microseconds(step, shape.device, captured) for step in steps)
+    full, sparse = (microseconds(step, shape.device, captured, shape.rows) for step in steps)
     return full, sparse
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import sparsekv
-from sparsekv.core.streams import first_stream, record
+from sparsekv.core.streams import record, recording_stream
 from sparsekv.util.errors import SparseKVError
 from sparsekv.util.records import write_json
 
@@ -84,19 +84,19 @@ def quicker(key: str, ours: Callable[[], Any], own: Callable[[], Any], device: t
     return bool(times[0] < times[1])
 
 
-def microseconds(work: Callable[[], Any], device: torch.device, captured: bool) -> float:
+def microseconds(work: Callable[[], Any], device: torch.device, captured: bool, rows: int = 1) -> float:
     """Time a call of `work`: median of some runs, on a CUDA device with cold caches; captured: as the kernels of a CUDA
-    graph, without what the host does between them."""
+    graph, without what the host does between them; rows: of a step."""
     work()
     if device.type != "cuda":
         return _median([_seconds(work) for _ in range(REPEATS)]) * 1e6
     other = torch.zeros(FLUSH_BYTES // 8, dtype=torch.int64, device=device)
-    clean, both = (_run_of(f, device, captured) for f in (other.sum, lambda: (other.sum(), work())))
+    clean, both = (_run_of(f, device, captured, rows) for f in (other.sum, lambda: (other.sum(), work())))
     spent = [[_device_seconds(run, device) for run in (clean, both)] for _ in range(REPEATS)]
     return max(0.0, _median([b for _, b in spent]) - _median([a for a, _ in spent])) / CALLS * 1e6
 
 
-def _run_of(work: Callable[[], Any], device: torch.device, captured: bool) -> Callable[[], Any]:
+def _run_of(work: Callable[[], Any], device: torch.device, captured: bool, rows: int) -> Callable[[], Any]:
     """`CALLS` calls, as a graph if asked for."""
     def calls() -> None:
         for _ in range(CALLS):
@@ -104,7 +104,7 @@ def _run_of(work: Callable[[], Any], device: torch.device, captured: bool) -> Ca
 
     if not captured:
         return calls
-    stream = first_stream(device)
+    stream = recording_stream(device, rows)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         work()

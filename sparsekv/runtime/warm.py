@@ -17,7 +17,6 @@ from sparsekv.core.estimators import Estimator
 from sparsekv.core.layer import LayerView, Queries
 from sparsekv.core.selectors import Selector
 from sparsekv.core.step import build, sparse_step
-from sparsekv.core.streams import first_stream
 from sparsekv.kernels import append_token, rotate_pair
 from sparsekv.runtime.break_even import Shape, full_step, key_of, made_up
 from sparsekv.util.memory import free_memory
@@ -149,7 +148,7 @@ def _alone(work: Callable[[], Any], device: torch.device) -> None:
             work()
             return
         with torch.cuda.device(device):
-            stream = first_stream(device)
+            stream = torch.cuda.Stream(device)
             with torch.cuda.stream(stream):
                 work()
             stream.synchronize()
