@@ -98,8 +98,9 @@ QUALITY = Page(
         Table("KL of one method over another's, 1 %", "kl", {"method": "method", "against": "over that of"}, [
             Cell(f"{words}, {length // 1024}k", {"case": kl_case(task, length)}, "{:.2f}", spread="to")
             for words, task in KINDS for length in KL_LENGTHS],
-              {"metric": "kl_ratio", "budget": (0.01, 0.02), "method": ("topk+phi", "sketch+phi", "sketch+phi, 2 %",
-                                                                          "sketch:fit=fixed+phi", "sketch+centroid"),
+              {"metric": "kl_ratio", "budget": (0.01, 0.02), "method": (
+                  "topk+phi", "sketch+phi", "sketch+phi, 2 %", "sketch:fit=fixed+phi", "sketch+centroid",
+                  "sketch:candidates=0.1+phi", "sketch:candidates=0.2+phi"),
                "against": ("topk+phi", "sketch+phi", "sketch+phi at 1 %", "sketch+centroid",
                            "default of 490c9fa")},
               "Ratios are paired by prompt, with 95 % intervals: below 1 the method is nearer to full attention."),
@@ -268,15 +269,15 @@ SPEED = Page(
                 ("full attention", "dense"), ("share 0.1", "sparse@0.1"), ("share 0.05", "sparse@0.05"))],
               {"metric": "prompt_s", "case": ("8b-quarter-512k-b1", "8b-512k-b1")},
               words={"8b-quarter-512k-b1": "eight layers of the 8B shape, 1 × 512k"}),
-        Table("Keys in CPU memory", "offload", {"case": "model, requests", "method": "method"}, [
+        *(Table(title, "offload", {"case": "model, requests", "method": "method"}, [
               Cell("ms per token", {"metric": "ms"}, "{:.1f}"), Cell("tokens/s", {"metric": "tokens_s"}, "{:,.0f}"),
               Cell("over the bus [MB/token]", {"metric": "bus_mb"}, "{:,.0f}"),
               Cell("rows found on the GPU", {"metric": "hit_rate"}, "{:.2f}"),
               Cell("GPU memory [GB]", {"metric": "gpu_gb"}), Cell("host memory [GB]", {"metric": "host_gb"})],
-              {"case": OFFLOADED, "method": tuple(HELD)},
-              "`placement=\"offload\"`, one run; the weights of the 8B shape take 16 GB of the GPU. Its keys are "
-              "drawn, and so is which rows it asks for again: hits of a model's own keys are not in this table.", HELD,
-              curves="offload"),
+              {"case": OFFLOADED, "method": tuple(HELD), "machine": card},
+              "The weights take 16 GB of the GPU. Keys are drawn: a model's own have more hits.", HELD, curves=picture)
+          for title, card, picture in (("Keys in CPU memory", H200, "offload"),
+                                       ("Several requests with keys in CPU memory", H100, ""))),
         Table("Rows that a step finds on the GPU", "hot_rows", {"case": "budget", "method": "table, times a list"}, [
             Cell("share of the listed rows", {"metric": "hit_rate"}, "{:.2f}")],
               words={f"{name}-{times}": f"{title}, {times}" for times in (1, 2, 4, 8, 16) for name, title in (
@@ -501,7 +502,8 @@ PAPERS = Page(
             Cell("of exact top-k's list", {"metric": "found"}, "{:.0f} %", scale=100),
             Cell("k-means of a head [s]", {"metric": "seconds"}, "{:.2f}")], {},
               "One layer of the 8B shape, random keys. A step reads 1,310 tokens a KV head; `faiss` joins lists of a "
-              "group's heads, exact top-k lists for a group."),
+              "group's heads, exact top-k lists for a group.", words={
+                  "indices-128k": "131,072", "indices-1024k": "1,048,576", "sdpa": "full attention"}),
         Table("Saap: mass of held-out windows", "partition", {"method": "chosen by"}, [
             *(Cell(percent(b), {"metric": "mass", "budget": b}, "{:.2f}") for b in FEW),
             Cell("KL of buckets", {"metric": "bucket_kl"}, "{:.2f}")], {},
@@ -533,8 +535,6 @@ MISSED = Page(
                 form="{:.1f} ms")],
             ["one request of 30k tokens to the 1.5B faster than full attention",
              ms("coder-30k-b1", "sketch_phi", form="{:.2f} × as fast", under={"method": "dense"})],
-            ["one request of 32k tokens to the 8B shape faster than full attention",
-             ms("8b-32k-b1", "sketch_phi", form="{:.2f} × as fast", under={"method": "dense"})],
             ["a prompt of 128k tokens 1.8 × as fast with `prefill=\"sparse\"`", Cell(
                 rows="prefill", where={"case": "8b-128k-b1", "metric": "first_token_s", "method": "sparse@0.3",
                                        "commit": "0690853"},
