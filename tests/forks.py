@@ -5,6 +5,7 @@ own; only its imports are the server's."""
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import importlib
 import json
@@ -123,7 +124,8 @@ def preload() -> None:
     for row in COMMANDS.values():
         importlib.import_module(row.module)
     for name in ("lightning.pytorch", "transformers.models.llama.modeling_llama", "typer._adapters", "rich.console"):
-        importlib.import_module(name)
+        with contextlib.suppress(ModuleNotFoundError):  # one that this version does not have is not imported either
+            importlib.import_module(name)
     del sys.modules["sparsekv.cli"]
     gc.collect()
     gc.freeze()  # forks share these pages as long as nothing looks at them
