@@ -36,10 +36,9 @@ def take_turns(driver: Any) -> None:
     Args:
         driver: Triton's active one.
     """
-    make = driver.launcher_cls
-    if getattr(make, "func", None) is _in_turn:
-        return
-    driver.launcher_cls = functools.partial(_in_turn, make)
+    make = getattr(driver, "launcher_cls", None)
+    if make is not None and getattr(make, "func", None) is not _in_turn:
+        driver.launcher_cls = functools.partial(_in_turn, make)
 
 
 _TURN = threading.Lock()
