@@ -46,8 +46,7 @@ def measure(case: str, model: Any, options: argparse.Namespace) -> None:
     for name, completion in (("sketch", "none"), ("sketch+phi", "phi")):
         with (tempfile.TemporaryDirectory(dir=options.folder) as folder,
               sparsekv.attach(model, router=router, phi=phi, completion=completion, selector="sketch",
-                              token_budget=0.01, dense_below=0,
-                              run=RunOptions(sparse_chunks=True)) as attachment):
+                              token_budget=0.01, dense_below=0, run=RunOptions(sparse_chunks=True)) as attachment):
             file = Path(folder) / "prefix.safetensors"
             prefix = attachment.prefill(ids[:, :length], chunk_size=CHUNK)
             attachment.save_prefix(prefix, file)

@@ -15,16 +15,16 @@ NOW = "coder-1.5b-small"
 """With what `sparsekv train` makes now, on windows of the prompts' length; rows of `MODEL` in `real` are older."""
 WORDS: dict[Any, str] = {
     H200: "H200", H100: "H100", MODEL: "1.5B", "coder": "1.5B", "8b": "8B shape", "32b": "32B shape",
-    "smollm2": "SmolLM2", "smollm2-long": "SmolLM2, tuned to 32k", "coder-0.5b": "0.5B",
-    NOW: "1.5B, as it ships", "coder-1.5b-again": "1.5B, trained again", "coder-1.5b-32k": "1.5B, trained on 32k",
+    "smollm2": "SmolLM2", "smollm2-long": "SmolLM2, tuned to 32k", "coder-0.5b": "0.5B", NOW: "1.5B, as it ships",
+    "coder-1.5b-again": "1.5B, trained again", "coder-1.5b-32k": "1.5B, trained on 32k",
     "coder-1.5b-32k-more": "1.5B, trained on 32k, 3,000 steps", "coder-1.5b-kept": "1.5B, maps of four layers",
     "coder-1.5b-half-code": "1.5B, half program text", "coder-1.5b-published": "1.5B, the paper's losses",
-    "made": "synthetic text", "code": "program text", "own": "the model's own text",
-    "full": "full attention", "dense": "full attention", "topk": "exact top-k", "sketch+phi": "sketch + φ",
-    "topk+phi": "exact top-k + φ", "sketch+centroid": "sketch + centroids",
-    "sketch:fit=fixed+phi": "sketch of a fixed basis + φ", "sketch+phi, 2 %": "sketch + φ, 2 %",
-    "sketch+phi at 1 %": "sketch + φ, 1 %", "default of 490c9fa": "the default of 490c9fa",
-    "topk+centroid": "exact top-k + centroids",
+    "made": "synthetic text", "code": "program text", "own": "the model's own text", "full": "full attention",
+    "dense": "full attention", "topk": "exact top-k", "sketch+phi": "sketch + φ", "topk+phi": "exact top-k + φ",
+    "sketch+centroid": "sketch + centroids", "sketch:fit=fixed+phi": "sketch of a fixed basis + φ",
+    "sketch+phi, 2 %": "sketch + φ, 2 %", "sketch+phi at 1 %": "sketch + φ, 1 %",
+    "default of 490c9fa": "the default of 490c9fa", "sketch:candidates=0.1+phi": "sketch + φ, codes of a tenth",
+    "topk+centroid": "exact top-k + centroids", "sketch:candidates=0.2+phi": "sketch + φ, codes of a fifth",
     "sketch+uniform": "sketch + uniform sample", "topk+uniform": "exact top-k + uniform sample",
     "router+phi": "router + φ", "sketch:untrained": "sketch, untrained router", "router:untrained": "untrained router",
     "topk:per_query_head=true": "exact top-k, a list per query head", "token_select": "TokenSelect",
@@ -94,15 +94,15 @@ QUALITY = Page(
               "KL(full ‖ method) of the next token [nats/token], along the text or full attention's answer to RULER's "
               "tasks; less is better. Router and maps are of windows of the prompts' length, sketches are fitted to "
               "the request unless another fit is named; 64k is by YaRN. Two prompts of each of RULER's 13 tasks, 12 "
-              "windows of text (8 at 64k), 48 tokens each. Points are those of RULER below.", curves="kl"),
+              "windows of text (8 at 64k), 48 tokens each. RULER's prompts of 32k and 64k were answered several at a "
+              "time, which scores a fifth of the codes; texts alone, all codes.", curves="kl"),
         Table("KL of one method over another's, 1 %", "kl", {"method": "method", "against": "over that of"}, [
             Cell(f"{words}, {length // 1024}k", {"case": kl_case(task, length)}, "{:.2f}", spread="to")
             for words, task in KINDS for length in KL_LENGTHS],
               {"metric": "kl_ratio", "budget": (0.01, 0.02), "method": (
                   "topk+phi", "sketch+phi", "sketch+phi, 2 %", "sketch:fit=fixed+phi", "sketch+centroid",
                   "sketch:candidates=0.1+phi", "sketch:candidates=0.2+phi"),
-               "against": ("topk+phi", "sketch+phi", "sketch+phi at 1 %", "sketch+centroid",
-                           "default of 490c9fa")},
+               "against": ("topk+phi", "sketch+phi", "sketch+phi at 1 %", "sketch+centroid", "default of 490c9fa")},
               "Ratios are paired by prompt, with 95 % intervals: below 1 the method is nearer to full attention."),
         Table("The likeliest token is full attention's, 1 %", "kl", {"method": "method"}, [
             *(Cell(f"{words}, {length // 1024}k", {"case": kl_case(task, length)}, "{:.1f} %")
@@ -130,8 +130,7 @@ QUALITY = Page(
               "In points. Agreement is the share of full attention's answer before the first character that differs."),
         Table("Rivals, RULER at 16k tokens", "real", {"method": "method"},
               [*by_budget(FEW, **FULL), samples(**FULL), *share(FEW)],
-              real("ruler@16384", method=(*OURS, *RIVALS)),
-              "All by the default before."),
+              real("ruler@16384", method=(*OURS, *RIVALS)), "All by the default before."),
         Table("Another training of the same recipe", "real", {"method": "method"},
               [*by_budget((*FEW, 0.1, 0.2), **FULL), samples(0.02, **FULL)],
               real("ruler@16384", machine=H100, method=MORE)),
@@ -252,7 +251,7 @@ SPEED = Page(
                  under={"method": "sdpa_cudnn"})],
               {"metric": "us", "machine": H200, "case": STEPS}, "Heads of dimension 128, bfloat16. Candidates "
               "are a fifth. What ships scores all codes of one request up to 64k tokens with 8 KV heads, up to 256k "
-              "with 2; φ was not timed behind that.",
+              "with 2 ([φ behind that](../log/decode.md#whose-kernels-get-the-processors)).",
               words={c: "{} / {}, {} × {}".format(*c.split("-")[0].split("x"), c.split("-b")[1], c.split("-")[1])
                      for c in STEPS}),
         Table("First token, prompts read sparsely", "prefill", {"case": "model, requests"}, [
@@ -275,7 +274,7 @@ SPEED = Page(
               Cell("rows found on the GPU", {"metric": "hit_rate"}, "{:.2f}"),
               Cell("GPU memory [GB]", {"metric": "gpu_gb"}), Cell("host memory [GB]", {"metric": "host_gb"})],
               {"case": OFFLOADED, "method": tuple(HELD), "machine": card},
-              "The weights take 16 GB of the GPU. Keys are drawn: a model's own have more hits.", HELD, curves=picture)
+              "The weights take 16 GB of the GPU. Keys are drawn, and so are hits.", HELD, curves=picture)
           for title, card, picture in (("Keys in CPU memory", H200, "offload"),
                                        ("Several requests with keys in CPU memory", H100, ""))),
         Table("Rows that a step finds on the GPU", "hot_rows", {"case": "budget", "method": "table, times a list"}, [
@@ -285,7 +284,8 @@ SPEED = Page(
         Table("Prompts with keys in CPU memory", "long_prompts", {"case": "model, tokens", "method": "keys"}, [
             Cell("prompt [s]", {"metric": "prompt_s"}, "{:.2f}"), Cell("index [s]", {"metric": "index_s"}, "{:.2f}"),
             Cell("ms per token", {"metric": "ms"}), Cell("GPU memory [GB]", {"metric": "gpu_gb"})],
-              words={"gpu": "on the GPU", "offload": "in CPU memory", "offload@24": "in CPU memory, 24 GB of GPU"}),
+              words={"8b-128k": "8B shape, 128k", "8b-256k": "8B shape, 256k", "gpu": "on the GPU",
+                     "offload": "in CPU memory", "offload@24": "in CPU memory, 24 GB of GPU"}),
         Table("A step of one layer on a CPU", "runtime", {"method": "selector"}, [
             Cell(f"{n} [ms]", {"case": f"cpu-{n}-8b", "metric": "us"}, "{:.2f}", scale=0.001)
             for n in ("8k", "32k", "128k")] + [Cell("128k, times SDPA", {"case": "cpu-128k-8b", "metric": "speedup"},
@@ -500,10 +500,12 @@ PAPERS = Page(
             Cell("a step [ms]", {"metric": "us"}, "{:.2f}", scale=0.001),
             Cell("built in [s]", {"metric": "build_s"}, "{:.2f}"),
             Cell("of exact top-k's list", {"metric": "found"}, "{:.0f} %", scale=100),
-            Cell("k-means of a head [s]", {"metric": "seconds"}, "{:.2f}")], {},
-              "One layer of the 8B shape, random keys. A step reads 1,310 tokens a KV head; `faiss` joins lists of a "
-              "group's heads, exact top-k lists for a group.", words={
-                  "indices-128k": "131,072", "indices-1024k": "1,048,576", "sdpa": "full attention"}),
+            Cell("k-means of 262,144 keys at most [s]", {"metric": "seconds"}, "{:.2f}")], {},
+              "One layer of the 8B shape, random keys, no CUDA graphs. A step reads 1,310 tokens a KV head; `faiss` "
+              "joins lists of a group's heads, exact top-k lists for a group.", words={
+                  "indices-128k": "131,072", "indices-1024k": "1,048,576", "sdpa": "full attention",
+                  "faiss-flat-gpu": "faiss, flat", "faiss-ivf-gpu": "faiss, inverted lists",
+                  "spherical_kmeans": "k-means", "faiss-kmeans": "k-means by faiss"}),
         Table("Saap: mass of held-out windows", "partition", {"method": "chosen by"}, [
             *(Cell(percent(b), {"metric": "mass", "budget": b}, "{:.2f}") for b in FEW),
             Cell("KL of buckets", {"metric": "bucket_kl"}, "{:.2f}")], {},

@@ -5,9 +5,8 @@ own; only its imports are the server's."""
 from __future__ import annotations
 
 import atexit
-import contextlib
 import gc
-import importlib
+import importlib.util
 import json
 import os
 import runpy
@@ -124,7 +123,7 @@ def preload() -> None:
     for row in COMMANDS.values():
         importlib.import_module(row.module)
     for name in ("lightning.pytorch", "transformers.models.llama.modeling_llama", "typer._adapters", "rich.console"):
-        with contextlib.suppress(ModuleNotFoundError):  # one that this version does not have is not imported either
+        if importlib.util.find_spec(name) is not None:  # typer's is private, and not in every version
             importlib.import_module(name)
     del sys.modules["sparsekv.cli"]
     gc.collect()

@@ -41,12 +41,12 @@ def take_turns(driver: Any) -> None:
         driver.launcher_cls = functools.partial(_in_turn, make)
 
 
-_TURN = threading.Lock()
+_TURN = threading.RLock()
 
 
-def _in_turn(make: Callable[..., Any], *source: Any) -> Any:
+def _in_turn(make: Callable[..., Any], *source: Any, **more: Any) -> Any:
     with _TURN:
-        return make(*source)
+        return make(*source, **more)
 
 
 class Warming:
@@ -93,9 +93,10 @@ class Warming:
 
     def _run(self, work: Callable[..., None], *given: Any) -> None:
         if torch.cuda.is_available():
-            from triton.runtime import driver
+            with contextlib.suppress(Exception):  # without Triton the step says so
+                from triton.runtime import driver
 
-            take_turns(driver.active)
+                take_turns(driver.active)
         thread = threading.Thread(target=work, args=given, daemon=True)
         thread.start()
         self._threads.append(thread)

@@ -280,17 +280,19 @@ def test_an_interrupt_leaves_no_memory_locked(monkeypatch, lines: tuple[int, ...
 
     gc.collect()
     gc.freeze()  # so that the collections above look at what is new alone
-    assert sum(interrupted(lambda: page_locked((3, 5), torch.float32), n) for n in range(1, 30)) > 5
-    monkeypatch.setattr(Growing, "empty", lambda self, shape, like: page_locked(shape, like.dtype))
-    model, ids = make_model(), prompt(60)
-    router, phi = artifacts(model)
+    try:
+        assert sum(interrupted(lambda: page_locked((3, 5), torch.float32), n) for n in range(1, 30)) > 5
+        monkeypatch.setattr(Growing, "empty", lambda self, shape, like: page_locked(shape, like.dtype))
+        model, ids = make_model(), prompt(60)
+        router, phi = artifacts(model)
 
-    def answer() -> None:
-        with attach(model, router=router, phi=phi, token_budget=10, placement="offload") as attachment:
-            attachment.generate(ids, max_new_tokens=4, eos_token_id=[])
+        def answer() -> None:
+            with attach(model, router=router, phi=phi, token_budget=10, placement="offload") as attachment:
+                attachment.generate(ids, max_new_tokens=4, eos_token_id=[])
 
-    assert [interrupted(answer, n) for n in lines] == [n < 10**6 for n in lines] and locks.most > 4
-    gc.unfreeze()
+        assert [interrupted(answer, n) for n in lines] == [n < 10**6 for n in lines] and locks.most > 4
+    finally:
+        gc.unfreeze()
 
 
 def test_memory_that_cannot_be_locked_is_a_sentence(monkeypatch) -> None:

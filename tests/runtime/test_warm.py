@@ -16,6 +16,7 @@ from tiny_artifacts import artifacts
 from sparsekv.core.estimators import PhiEstimator
 from sparsekv.core.layer import LayerView
 from sparsekv.core.selectors import SELECTORS
+from sparsekv.core.streams import recording_stream
 from sparsekv.runtime import warm
 from sparsekv.runtime.break_even import Shape, made_up
 from sparsekv.runtime.warm import Warming, one_step
@@ -79,6 +80,24 @@ def test_launchers_are_made_one_at_a_time() -> None:
     for thread in threads:
         thread.join()
     assert most == [1] * 5 and driver.launcher_cls("a", 1) == ("a", 1)
+
+
+def test_threads_take_turns_from_the_first_one_on(monkeypatch) -> None:
+    driver = SimpleNamespace(launcher_cls=tuple)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("triton.runtime.driver", SimpleNamespace(active=driver))
+    warming = Warming()
+    warming.load({"one launch, of this test": lambda: None}, SHAPE.device)
+    warming.wait()
+    assert driver.launcher_cls.args == (tuple,)
+
+
+def test_one_row_alone_is_recorded_first(monkeypatch) -> None:
+    made = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: made.append(priority))
+    for rows in (1, 2, 24):
+        recording_stream(SHAPE.device, rows)
+    assert made == [-1, 0, 0]
 
 
 class Watched(SELECTORS["topk"]):
