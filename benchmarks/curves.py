@@ -164,8 +164,10 @@ def readme(lines: Lines, where: str, look: Mapping[str, str], path: Path) -> Pat
         figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.4), layout="constrained")
         step(left, look)
         draw(right, lines, {name: look["ink" if name == FULL else "read"] for name in lines})
+        beside = {FULL: ((8, 4), "left"), "untrained": ((-8, 2), "right"), "trained": ((-8, -5), "right")}
         for name, points in lines.items():
-            right.annotate(name, points[-1], xytext=(0, 9), textcoords="offset points", ha="center")
+            offset, side = beside.get(name, ((0, 9), "center"))
+            right.annotate(name, points[-1], xytext=offset, textcoords="offset points", ha=side)
         right.set(xlabel="ms per token, 8 requests of 30k tokens", ylabel="KL to full attention [nats/token]",
                   title=f"1.5B model, one {where}, text of 32k tokens", xlim=(0, None), ylim=(0, None))
         figure.savefig(path, format="svg", transparent=True, metadata={"Date": None})

@@ -264,8 +264,7 @@ def double(x: Any) -> Any:
 
 
 OURS: dict[str, Callable[[Buffers], Step]] = {
-    "sparse": lambda b: b.step(b.router()),
-    "sparse_phi": lambda b: b.step(b.router(), b.completion()),
+    "sparse": lambda b: b.step(b.router()), "sparse_phi": lambda b: b.step(b.router(), b.completion()),
     "sparse_mlp": lambda b: b.step(b.router(model=True)),
     "sparse_probes": lambda b: b.step(b.router(model=True, probes=PROBES)),
     "sparse_sketch": lambda b: b.step(b.sketch_router()),

@@ -81,8 +81,7 @@ def all_jobs() -> list[Job]:
         Job("served-quality", "benchmarks/served_quality.py --model {model} --artifacts {dir}/train --name yardstick "
                               "--prompts {prompts} --lengths 16384 --samples 24 --output {out}", 0.2, ("train",)),
         *quality("quality", 16_384, OURS),
-        *quality("quality", 32_768, OURS),
-        *quality("quality", 4096, OURS),
+        *quality("quality", 32_768, OURS), *quality("quality", 4096, OURS),
         *quality("worst", 16_384, "full,topk,topk+phi,sketch,sketch+phi",
                  "--samples 8 --accounting worst_case --budgets 0.01,0.02,0.03,0.04,0.05,0.1"),
     ]
