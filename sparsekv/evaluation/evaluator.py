@@ -162,11 +162,9 @@ class Evaluator:
 
     def batches(self, some: Sequence[Question] | None = None) -> Iterator[list[Question]]:
         """Requests of one length, tasks kept together, as many as the memory takes with their padding; a text to be
-        continued is alone, and so is every prompt of a model with sliding-window layers."""
+        continued is alone, and so is every prompt of a model with sliding-window layers and every one whose distance to
+        full attention is measured: how much a step scores depends on how many requests it has."""
         limit = self.batch_tokens or self._room() // self._token_bytes
-        beside = 0  # log-probabilities of full attention, in tokens of a cache
-        if self.kl is not None:
-            beside = 4 * self.led_tokens * self.model.get_input_embeddings().num_embeddings // self._token_bytes
         asked = self.requests if some is None else some
         sizes = {id(r): len(self._tokens_of(r)) for r in asked}
         tasks: dict[tuple[int, str], list[Question]] = {}
@@ -174,12 +172,12 @@ class Evaluator:
             tasks.setdefault((r.length, r.task), []).append(r)
         order = sorted(tasks, key=lambda key: (key[0], max(sizes[id(r)] for r in tasks[key])))
         with attach(self.model, selector="dense") as dense:
-            alone = self.config.away or not all_sparse(dense.cache())
+            alone = self.kl is not None or self.config.away or not all_sparse(dense.cache())
         batch: list[Question] = []
         longest = 0
         for r in (r for key in order for r in tasks[key]):
             longest = max(longest, sizes[id(r)])
-            if batch and (alone or batch[0].length != r.length or (longest + beside) * (len(batch) + 1) > limit
+            if batch and (alone or batch[0].length != r.length or longest * (len(batch) + 1) > limit
                           or "continuation" in (batch[0].metric, r.metric)):
                 yield batch
                 batch, longest = [], sizes[id(r)]
