@@ -27,8 +27,7 @@ from sparsekv.util.errors import SparseKVError
 RUNTIME = Path(sparsekv.runtime.__file__).parent
 EVERY = pytest.mark.parametrize(("first", "every"), [
     (1, 11), *(pytest.param(first, 4, marks=pytest.mark.slow) for first in (1, 2, 3, 4))])
-"""Lines that are interrupted; the slow cases together are all, each within a test's time."""
-"""Lines from one interrupt to the next."""
+"""The first line that is interrupted, and lines from one to the next; the slow cases together are all lines."""
 GREEDY = {"max_new_tokens": 4, "do_sample": False}
 
 

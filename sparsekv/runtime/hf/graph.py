@@ -32,16 +32,16 @@ def take_step(plan: Plan, ids: Tensor, positions: Tensor | None) -> Tensor:
     if plan.graph is not None:
         plan.graph.replay()
     elif plan.device.type == "cuda" and plan.steady and plan.layers.not_captured is None:
-        plan.logits = _capture(plan, ids.shape[0])
+        plan.logits = _capture(plan)
     else:
         plan.logits = plan.run()
     return plan.finish()
 
 
-def _capture(plan: Plan, rows: int) -> Tensor:
+def _capture(plan: Plan) -> Tensor:
     """The step as it is, and its graph for those that follow."""
     began = time.perf_counter()
-    here, stream = torch.cuda.current_stream(plan.device), recording_stream(plan.device, rows)
+    here, stream = torch.cuda.current_stream(plan.device), recording_stream(plan.device, len(plan.ids))
     stream.wait_stream(here)
     with torch.cuda.stream(stream):
         answer = plan.run()
