@@ -61,7 +61,7 @@ def lists_of(model: object, artifacts: str | None, ids: Tensor, budget: float, t
             layers = sum(1 for x in attachment.report()["layers"].values() if x["sparse_calls"])
     finally:
         SketchRouter.select = select  # type: ignore[method-assign]
-    widest = max(x.shape[1] for x in kept)
+    kept, widest = kept[-layers * tokens:], max(x.shape[1] for x in kept)  # without a step that was only tried
     rows = torch.stack([torch.nn.functional.pad(x, (0, widest - x.shape[1]), value=-1) for x in kept])
     return rows.view(-1, layers * rows.shape[1], widest)
 

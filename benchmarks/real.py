@@ -145,7 +145,7 @@ def all_stages() -> list[Stage]:
         Stage("last32", "ruler", 32_768, OURS, (0.01, 0.02), 8, 12),
         Stage("buckets16", "ruler", 16_384, ("full", "topk", *BUCKETS), few, 0, 4),
         Stage("main64", "ruler", 65_536, LONG, (0.01, 0.02), 0, 8),
-        Stage("main128", "ruler", 131_072, LONG, (0.01, 0.02), 0, 4),
+        Stage("main128", "ruler", 131_072, (*LONG, "token_select"), (0.01, 0.02), 0, 4),
         Stage("rivals64", "ruler", 65_536, rivals, one, 0, 8),
         Stage("kl128", KL, 131_072, ("full", *LONG[1:], "topk+phi"), (0.01,), 0, 1),
     ]

@@ -185,8 +185,8 @@ def step_operations(shape: ModelShape, work: Work) -> float:
 
 
 def _query_model_operations(shape: ModelShape, work: Work) -> float:
-    """A training step of the query models of one layer, forward and backward; every query head has a batch."""
-    return 3 * shape.heads_q * work.router_batch * 2 * work.router_hidden * (shape.dim + work.num_buckets)
+    """A training step of the query models of one layer, forward and backward; every model has a batch."""
+    return 3 * shape.heads_kv * work.router_batch * 2 * work.router_hidden * (shape.dim + work.num_buckets)
 
 
 def _orthogonal(rows: int, columns: int) -> float:
@@ -214,6 +214,6 @@ def _layer_memory(shape: ModelShape, work: Work) -> int:
     step = 4 * (units + 10 * shape.heads_q * work.batch_size * keys // 2)
     if work.router_hidden:  # the targets of all queries, in half precision; the models are trained before the maps
         targets = 2 * work.documents * work.queries * shape.heads_q * work.num_buckets
-        batch = 4 * shape.heads_q * work.router_batch * (2 * work.router_hidden + 3 * work.num_buckets)
+        batch = 4 * shape.heads_kv * work.router_batch * (2 * work.router_hidden + 3 * work.num_buckets)
         step = max(step, targets + batch)
     return pool + step

@@ -43,12 +43,12 @@ WATCHED_WINDOWS, WATCHED_REQUESTS = 2, 2
 @dataclass(frozen=True)
 class RouterRecipe:
     """How a router is trained. The defaults are what README's tables report: no query model. hidden_size: hidden units
-    of the query model; batch_size: queries of a query head and step; long_range: it trains on queries whose best key is
-    further away than this [tokens], where a window has enough of them; one_window: all queries of a step are of one
-    window. sink_size, window_size: what it leaves to exact attention, and the artifact says [tokens]; the capture's
-    where they are None. constant_rate: no warm-up and no decay. last_weights: keep those, and not every head's best of
-    five validations. sketch_bytes, sketch_wide: a quarter of the head dimension and an eighth of that where they are
-    None."""
+    of the query model; batch_size: its queries a step, of all query heads that share it; long_range: it trains on
+    queries whose best key is further away than this [tokens], where a window has enough of them; one_window: all
+    queries of a step are of one window. sink_size, window_size: what it leaves to exact attention, and the artifact
+    says [tokens]; the capture's where they are None. constant_rate: no warm-up and no decay. last_weights: keep those,
+    and not every head's best of five validations. sketch_bytes, sketch_wide: a quarter of the head dimension and an
+    eighth of that where they are None."""
 
     num_buckets: int = 1024
     scores: str = "mean_key"
@@ -202,7 +202,8 @@ class RouterTask(Task):
     def __init__(self, recipe: RouterRecipe, pool: Pool, validating: Pool, centroids: Tensor, parts: list[Part],
                  seed: int, name: str = ""):
         super().__init__()
-        self.seed, self.batch, self.one_window = seed, recipe.batch_size, recipe.one_window
+        self.seed, self.one_window = seed, recipe.one_window
+        self.batch = -(-recipe.batch_size // pool.group)
         self.constant_rate, self.last_weights = recipe.constant_rate, recipe.last_weights
         self.documents, self.heads_q, self.per_document = pool.queries.shape[:3]
         self.heads_kv, self.group = pool.heads_kv, pool.group
