@@ -71,9 +71,21 @@ def memory_lines(case: str) -> Lines:
     return found
 
 
+def host_lines(case: str) -> Lines:
+    """Time of a token with keys in CPU memory [ms] of a case of `offload`, and KL of texts of 32k tokens."""
+    ms = {r["method"]: r["value"] for r in load("offload") if (r["case"], r["metric"]) == (case, "ms")}
+    found: Lines = {}
+    for r in load("kl"):
+        method = r["method"].partition(", ")[0]
+        timed = f"{method.replace('+', '_')}-{100 * (r['budget'] or 0):g}%"
+        if (r["case"], r["metric"]) == (f"{MODEL}:text@32768", "kl") and timed in ms:
+            found.setdefault(METHODS[method][0], []).append((ms[timed], r["value"]))
+    return {name: sorted(points) for name, points in found.items()}
+
+
 def panels(name: str) -> tuple[list[tuple[str, Lines]], str, str, bool]:
     """The panels of a picture that have rows, with their titles; what its axes say; whether the second is logarithmic.
-    name: `kl` or `offload`."""
+    name: `kl`, `offload` or `host`."""
     if name == "kl":
         made = [(f"{words}, {length // 1024}k tokens", kl_lines(kind, length))
                 for kind, words in (("text", "text"), ("ruler", "RULER")) for length in TIMED]
@@ -81,6 +93,10 @@ def panels(name: str) -> tuple[list[tuple[str, Lines]], str, str, bool]:
                 False)
     from benchmarks.specs import OFFLOADED
 
+    if name == "host":
+        made = [(named(case, {}), host_lines(case)) for case in OFFLOADED if case.startswith("coder")]
+        return ([p for p in made if p[1]], "ms per token, keys in CPU memory", "KL to full attention [nats/token]",
+                False)
     made = [(named(case, {}), memory_lines(case)) for case in OFFLOADED]
     return [p for p in made if len(p[1]) > 1], "GPU memory [GB]", "tokens/s", True
 

@@ -27,7 +27,8 @@ ROOT = RESULTS.parents[1]
 Row = dict[str, Any]
 Where = Mapping[str, Any]
 MISSING = "–"
-CURVES = {"kl": "KL to full attention by ms per token", "offload": "Tokens per second by GPU memory"}
+CURVES = {"kl": "KL to full attention by ms per token", "offload": "Tokens per second by GPU memory",
+          "host": "KL to full attention by ms per token, keys in CPU memory"}
 """Pictures of `curves.py`, and what they show."""
 
 

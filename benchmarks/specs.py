@@ -15,26 +15,19 @@ NOW = "coder-1.5b-small"
 """With what `sparsekv train` makes now, on windows of the prompts' length; rows of `MODEL` in `real` are older."""
 WORDS: dict[Any, str] = {
     H200: "H200", H100: "H100", MODEL: "1.5B", "coder": "1.5B", "8b": "8B shape", "32b": "32B shape",
-    "smollm2": "SmolLM2", "smollm2-long": "SmolLM2, tuned to 32k", "coder-0.5b": "0.5B", NOW: "1.5B, as it ships",
-    "coder-1.5b-again": "1.5B, trained again", "coder-1.5b-32k": "1.5B, trained on 32k",
-    "coder-1.5b-32k-more": "1.5B, trained on 32k, 3,000 steps", "coder-1.5b-kept": "1.5B, maps of four layers",
-    "coder-1.5b-half-code": "1.5B, half program text", "coder-1.5b-published": "1.5B, the paper's losses",
-    "made": "synthetic text", "code": "program text", "own": "the model's own text", "full": "full attention",
-    "dense": "full attention", "topk": "exact top-k", "sketch+phi": "sketch + φ", "topk+phi": "exact top-k + φ",
+    "smollm2": "SmolLM2", "smollm2-long": "SmolLM2, tuned to 32k", "smollm2-32k": "SmolLM2, tuned to 32k",
+    "coder-0.5b": "0.5B", NOW: "1.5B, as it ships", "made": "synthetic text", "code": "program text",
+    "own": "the model's own text", "full": "full attention", "dense": "full attention", "topk": "exact top-k",
+    "sketch+phi": "sketch + φ", "topk+phi": "exact top-k + φ",
     "sketch+centroid": "sketch + centroids", "sketch:fit=fixed+phi": "sketch of a fixed basis + φ",
     "sketch+phi, 2 %": "sketch + φ, 2 %", "sketch+phi at 1 %": "sketch + φ, 1 %",
-    "default of 490c9fa": "the default of 490c9fa", "sketch:candidates=0.1+phi": "sketch + φ, codes of a tenth",
-    "topk+centroid": "exact top-k + centroids", "sketch:candidates=0.2+phi": "sketch + φ, codes of a fifth",
-    "sketch+uniform": "sketch + uniform sample", "topk+uniform": "exact top-k + uniform sample",
-    "router+phi": "router + φ", "sketch:untrained": "sketch, untrained router", "router:untrained": "untrained router",
-    "topk:per_query_head=true": "exact top-k, a list per query head", "token_select": "TokenSelect",
+    "sketch:fit=fixed:candidates=0.1+phi": "sketch of a fixed basis, codes of a tenth + φ",
+    "topk+centroid": "exact top-k + centroids", "sketch+uniform": "sketch + uniform sample",
+    "router+phi": "router + φ", "token_select": "TokenSelect",
     "lfps:alpha=0.1:fills=true": "LFPS", "quest": "Quest", "magicpig": "MagicPIG", "pyramidkv:beta=2": "PyramidKV",
     "snapkv:observation_window=16:kernel_size=5:pooling=avg": "SnapKV", "streaming_llm": "StreamingLLM",
-    "kvpress_snapkv": "SnapKV (kvpress)", "kvpress_expected_attention": "Expected Attention (kvpress)",
     "vllm_fa3": "vLLM", "vllm_sparsekv": "sparsekv", "attach": "attach"}
 OURS = ("topk", "topk+phi", "sketch", "sketch+centroid", "sketch+phi")
-MORE = (*OURS[:3], "sketch:untrained", "sketch+uniform", *OURS[3:], "topk:per_query_head=true", "topk+centroid",
-        "topk+uniform", "router:untrained", "router+phi", "kvpress_snapkv", "kvpress_expected_attention")
 RIVALS = ("token_select", "lfps:alpha=0.1:fills=true", "quest", "magicpig", "pyramidkv:beta=2",
           "snapkv:observation_window=16:kernel_size=5:pooling=avg", "streaming_llm")
 FULL = {"metric": "difference", "against": "full"}
@@ -69,9 +62,11 @@ def points(method: str, budget: float, against: str = "full", case: str = "ruler
                                         metric="difference"), form=form, spread=spread)
 
 
-KINDS, KL_LENGTHS = (("text", "text"), ("RULER", "ruler")), (16_384, 32_768, 65_536)
+BEFORE = "sketch:fit=fixed:candidates=0.1+phi"
+"""How the default of 490c9fa chose, with the maps of now."""
+KINDS, KL_LENGTHS = (("text", "text"), ("RULER", "ruler")), (16_384, 32_768, 65_536, 131_072)
 KL_METHODS = ("full", "topk", "topk+phi", "topk+centroid", "sketch", "sketch+phi", "sketch:fit=fixed+phi",
-              "sketch+centroid", "token_select", "quest", "lfps:alpha=0.1:fills=true")
+              BEFORE, "sketch+centroid", "token_select", "quest")
 
 
 def kl_case(task: str, length: int) -> str:
@@ -88,27 +83,24 @@ QUALITY = Page(
     "they name another.", [
         Table("KL to full attention, 1 %", "kl", {"method": "method"}, [
             *(Cell(f"{words}, {length // 1024}k", {"case": kl_case(task, length)}, "{:.4f}", spread="±")
-              for words, task in KINDS for length in KL_LENGTHS),
-            Cell("points, 16k", real("ruler@16384", NOW, **FULL), "{:+.1f}", spread="±", rows="real")],
+              for words, task in KINDS for length in KL_LENGTHS)],
               {"metric": "kl", "budget": (0.01, None), "method": KL_METHODS},
               "KL(full ‖ method) of the next token [nats/token], along the text or full attention's answer to RULER's "
               "tasks; less is better. Router and maps are of windows of the prompts' length, sketches are fitted to "
-              "the request unless another fit is named; 64k is by YaRN. Two prompts of each of RULER's 13 tasks, 12 "
-              "windows of text (8 at 64k), 48 tokens each. RULER's prompts of 32k and 64k were answered several at a "
-              "time, which scores a fifth of the codes; texts alone, all codes.", curves="kl"),
+              "the request unless another fit is named; 64k and 128k are by YaRN, with maps of windows of 64k. Two "
+              "prompts of each of RULER's 13 tasks (one at 128k), 12 windows of text, 48 tokens each, one request at a "
+              "time.", curves="kl"),
         Table("KL of one method over another's, 1 %", "kl", {"method": "method", "against": "over that of"}, [
             Cell(f"{words}, {length // 1024}k", {"case": kl_case(task, length)}, "{:.2f}", spread="to")
             for words, task in KINDS for length in KL_LENGTHS],
               {"metric": "kl_ratio", "budget": (0.01, 0.02), "method": (
                   "topk+phi", "sketch+phi", "sketch+phi, 2 %", "sketch:fit=fixed+phi", "sketch+centroid",
-                  "sketch:candidates=0.1+phi", "sketch:candidates=0.2+phi"),
-               "against": ("topk+phi", "sketch+phi", "sketch+phi at 1 %", "sketch+centroid", "default of 490c9fa")},
+                  BEFORE),
+               "against": ("topk+phi", "sketch+phi at 1 %", "sketch+centroid", BEFORE)},
               "Ratios are paired by prompt, with 95 % intervals: below 1 the method is nearer to full attention."),
         Table("The likeliest token is full attention's, 1 %", "kl", {"method": "method"}, [
-            *(Cell(f"{words}, {length // 1024}k", {"case": kl_case(task, length)}, "{:.1f} %")
-              for words, task in KINDS for length in KL_LENGTHS),
-            *(Cell(f"prompts, {words}, {length // 1024}k", {"case": kl_case(task, length)}, "{}", of="samples")
-              for words, task in KINDS for length in KL_LENGTHS)],
+            Cell(f"{words}, {length // 1024}k", {"case": kl_case(task, length)}, "{:.1f} %")
+            for words, task in KINDS for length in KL_LENGTHS],
               {"metric": "kl_same", "budget": 0.01, "method": KL_METHODS}),
         Table("RULER", "real", {"length": "tokens", "method": "method"},
               [*by_budget(FEW, **FULL), samples(**FULL), *share((0.01, 0.02))],
@@ -131,33 +123,14 @@ QUALITY = Page(
         Table("Rivals, RULER at 16k tokens", "real", {"method": "method"},
               [*by_budget(FEW, **FULL), samples(**FULL), *share(FEW)],
               real("ruler@16384", method=(*OURS, *RIVALS)), "All by the default before."),
-        Table("Another training of the same recipe", "real", {"method": "method"},
-              [*by_budget((*FEW, 0.1, 0.2), **FULL), samples(0.02, **FULL)],
-              real("ruler@16384", machine=H100, method=MORE)),
-        Table("One method against another, 16k tokens", "real", {"method": "method", "against": "against"},
-              [Cell(percent(b), {"budget": b}, "{:+.1f}", spread="to") for b in FEW],
-              real("ruler@16384", metric="difference", method=("topk+phi", "sketch+phi", "sketch+centroid"),
-                   against=("topk", "sketch", "sketch+centroid", *RIVALS)),
-              "Points of the prompts that both answered, with the 95 % interval. The difference is significant where "
-              "the interval does not hold zero."),
-        Table("Other lengths and models", "real", {"length": "tokens", "model": "model", "machine": "card",
-                                                   "method": "method"},
-              [*by_budget(FEW, **FULL), samples(**FULL)],
-              {"task": "ruler", "length": (4096, 16384, 32768), "machine": (H200, H100), "method": OURS[1:],
-               "model": (MODEL, "coder-1.5b-again", "coder-1.5b-32k", "coder-0.5b"),
-               "case": tuple(f"{m}:ruler@{n}" for m, n in (
-                   (MODEL, 4096), ("coder-0.5b", 16384), ("coder-1.5b-again", 16384), (MODEL, 32768),
-                   ("coder-1.5b-32k", 32768), ("coder-1.5b-again", 32768)))}),
-        Table("Text, 16k tokens, 1 %", "real", {"method": "method"}, [
-            *(Cell(f"{what}, {kind}", {"task": f"perplexity_{task}", "metric": metric, "budget": 0.01}, **how)
-              for what, metric, how in (
-                  ("perplexity", "perplexity_ratio", {"form": "{:+.1f} %", "scale": 100, "less": 1, "spread": "±"}),
-                  ("error", "rel_err", {"form": "{:.3f}"}))
-              for kind, task in (("prose", "prose"), ("program text", "code")))],
-              {"case": tuple(f"{MODEL}:perplexity_{t}@16384" for t in ("prose", "code")), "machine": H200,
-               "method": OURS},
-              "Perplexity of the last 256 tokens of held-out windows to full attention's. The error is the relative L2 "
-              "distance of a head's output to full attention's."),
+        Table("KL of other models, 16k tokens, 1 %", "kl", {"model": "model", "method": "method"}, [
+            *(Cell(words, {"case": (f"coder-0.5b:{task}@16384", f"smollm2-32k:{task}@16384")}, "{:.4f}", spread="±")
+              for words, task in KINDS),
+            *(Cell(f"{words}, times sketch + centroids", {"case": (f"coder-0.5b:{task}@16384",
+              f"smollm2-32k:{task}@16384"), "metric": "kl_ratio", "against": "sketch+centroid"}, "{:.2f}", spread="to")
+              for words, task in KINDS)],
+              {"metric": "kl", "budget": 0.01, "model": ("coder-0.5b", "smollm2-32k"), "method": KL_METHODS},
+              "Nats per token. The 0.5B is Qwen2.5-Coder-0.5B-Instruct."),
         Table("Answers of 4,096 tokens after 16k", "real", {"budget": "sketch + φ"}, [
             Cell("KL [nats/token]", {"metric": "kl"}, "{:.4f}"), Cell("same likeliest token", {"metric": "agrees"},
                                                                      "{:.1f} %", scale=100),
@@ -182,18 +155,6 @@ QUALITY = Page(
               "`least` and `shortest` are 0.",
               words={f"{rule}:share={s}": f"{name}share={s}`" for s in (0.1, 0.2, 0.3)
                      for rule, name in (("prompt", "`"), ("xattention", "XAttention's rule, pairs as of `"))}),
-        Table("Perplexity after prompts read sparsely, 16k tokens", "real", {"method": "prompt read by"}, [
-            Cell(kind, {"case": f"{MODEL}:prefill_{task}@16384"}, "{:+.1f} %", scale=100, less=1) for kind, task in (
-                ("prose that follows", "perplexity_prose"), ("program text", "perplexity_code"),
-                ("the prompt's prose", "prompt_prose"), ("its program text", "prompt_code"))],
-              {"metric": "perplexity_ratio", "method": tuple(f"prompt:share={s}" for s in (0.1, 0.2, 0.3))},
-              "To a prompt read with full attention.", {f"prompt:share={s}": f"`share={s}`" for s in (0.1, 0.2, 0.3)}),
-        Table("Budgets that pay for sink, window and φ's state", "real", {"length": "tokens", "model": "maps of"},
-              [*by_budget((0.02, 0.03, 0.04, 0.05, 0.1), metric="difference"), samples(0.04, metric="difference")],
-              {"case": (f"{MODEL}:worst@4096", "coder-1.5b-4k:worst@4096", "coder-1.5b-8k:worst@8192",
-                        f"{MODEL}:worst@16384"), "method": "topk+phi", "against": "topk",
-               "length": (4096, 8192, 16384)}, "Points that φ adds to exact top-k.",
-              words={MODEL: "16k", "coder-1.5b-4k": "4k", "coder-1.5b-8k": "8k"}),
         Table("The yardstick model", "quality", {"length": "tokens", "method": "method"},
               [*by_budget(FEW, **FULL), samples(**FULL)],
               {"task": "ruler", "length": (4096, 16384, 32768), "method": (*OURS[:3], "sketch+phi", "router",
@@ -214,7 +175,6 @@ HELD = {"full": "full attention, keys on the GPU", "full_most": "full attention 
 STEPS = ("32x8-8k-b1", "32x8-32k-b1", "32x8-64k-b1", "32x8-128k-b1", "32x8-512k-b1", "32x8-1M-b1", "32x8-128k-b4",
          "32x8-128k-b8", "12x2-30k-b1", "12x2-30k-b8", "12x2-30k-b24")
 TOKENS = ("8b-32k-b1", "8b-128k-b1", "8b-512k-b1", "8b-128k-b4", "coder-30k-b1", "coder-30k-b8", "coder-30k-b24")
-MANY = ("8b-16k-b16", "8b-32k-b16", "coder-16k-b64", "coder-32k-b64")
 TIMED = (("full attention", "dense"), ("sketch", "sketch"), ("sketch + φ", "sketch_phi"))
 SPEED = Page(
     "Speed", "By `attachment.generate`, full attention too. The budget is 1 % of the context. “8B shape” is Llama 3.1 "
@@ -225,10 +185,6 @@ SPEED = Page(
             Cell("sketch + φ, times as fast", {"method": "sketch_phi"}, "{:.2f} ×", under={"method": "dense"}),
             Cell("default [ms]", {"method": "default"}, "{:.2f}")], {"metric": "loop_ms", "case": TOKENS},
               chart="ms per token"),
-        Table("Time of a token, more requests", "generate", {"case": "model, requests"}, [
-            *(Cell(f"{title} [ms]", {"method": m}, "{:.2f}") for title, m in TIMED),
-            Cell("sketch + φ, times as fast", {"method": "sketch_phi"}, "{:.2f} ×", under={"method": "dense"})],
-              {"metric": "loop_ms", "case": MANY}, "With the older maps of 393 kB a query head."),
         Table("Time of a token on a CPU", "generate", {"case": "model, requests"}, [
             *(Cell(f"{title} [ms]", {"method": m}, "{:.0f}") for title, m in (
                 ("full attention", "dense"), ("sketch + φ", "sketch_phi"), ("default", "default"))),
@@ -274,13 +230,14 @@ SPEED = Page(
               Cell("rows found on the GPU", {"metric": "hit_rate"}, "{:.2f}"),
               Cell("GPU memory [GB]", {"metric": "gpu_gb"}), Cell("host memory [GB]", {"metric": "host_gb"})],
               {"case": OFFLOADED, "method": tuple(HELD), "machine": card},
-              "The weights take 16 GB of the GPU. Keys are drawn, and so are hits.", HELD, curves=picture)
+              "The 8B shape's weights (16 GB) and keys are drawn, and so are its hits.", HELD, curves=picture)
           for title, card, picture in (("Keys in CPU memory", H200, "offload"),
-                                       ("Several requests with keys in CPU memory", H100, ""))),
-        Table("Rows that a step finds on the GPU", "hot_rows", {"case": "budget", "method": "table, times a list"}, [
-            Cell("share of the listed rows", {"metric": "hit_rate"}, "{:.2f}")],
-              words={f"{name}-{times}": f"{title}, {times}" for times in (1, 2, 4, 8, 16) for name, title in (
-                  ("lru", "read last"), ("direct", "one slot a token"), ("ways2", "two slots a token"))}),
+                                       ("Keys in CPU memory, the 1.5B and several requests", H100, "host"))),
+        Grid("Rows that a step finds on the GPU", ["table, budget", *(f"{n} × a list" for n in (1, 2, 4, 8, 16))], [
+            [f"{title}, {percent(b)}", *(Cell(rows="hot_rows", form="{:.2f}", where={
+                "case": f"hits-{b:g}", "method": f"{name}-{n}"}) for n in (1, 2, 4, 8, 16))]
+            for name, title in (("lru", "read last"), ("direct", "one slot a token"), ("ways2", "two slots a token"))
+            for b in FEW], "Share of the listed rows; the 1.5B, 128 steps along a speech after 30,000 tokens of it."),
         Table("Prompts with keys in CPU memory", "long_prompts", {"case": "model, tokens", "method": "keys"}, [
             Cell("prompt [s]", {"metric": "prompt_s"}, "{:.2f}"), Cell("index [s]", {"metric": "index_s"}, "{:.2f}"),
             Cell("ms per token", {"metric": "ms"}), Cell("GPU memory [GB]", {"metric": "gpu_gb"})],
@@ -338,6 +295,12 @@ SERVING = Page(
     ])
 
 TRAINED = {"text": "text", "windows": "windows", "length": "tokens", "steps": "steps"}
+BOUGHT = (("nothing", "", "sketch"), ("a uniform sample", "", "sketch+uniform"),
+          ("bucket means, untrained", "", "sketch+centroid"),
+          *((f"φ, {n:,} steps", f"-steps{n}", "sketch+phi") for n in (250, 500, 1000)),
+          *((f"φ, {n} windows", f"-windows{n}", "sketch+phi") for n in (4, 8, 16)),
+          ("φ, program text", "-code", "sketch+phi"), ("φ, codes of a fixed basis", "", "sketch:fit=fixed+phi"))
+"""What completes the default's selection: in words, the model's name in rows, the method."""
 TRAINING = Page(
     "Training", "What training φ and the sketch gives, and what it takes. The model is Qwen2.5-Coder-1.5B-Instruct "
     "where no other is named. The error is the relative L2 distance of a head's output to full attention's. By "
@@ -353,12 +316,14 @@ TRAINING = Page(
             Cell("without φ", {"method": "topk"}, "{:.3f}"), Cell("with φ", {"method": "topk+phi"}, "{:.3f}")],
               {"case": "entropy@16384", "metric": "rel_err", "budget": 0.01, "windows": 24, "length": 16384,
                "steps": 2500, "text": {"prose": 18, "made": 6}, "quarter": (1, 2, 3, 4)}, "Error of exact top-k 1 %."),
-        Table("Answers by training, RULER at 16k", "real", {"model": "training", "machine": "card", "method": "method"},
-              [*by_budget(FEW, **FULL), samples(**FULL)],
-              {"case": tuple(f"{MODEL}{m}:ruler@16384" for m in ("-prose", "-half-code", "-kept", "-published")),
-               "model": (MODEL, *(f"{MODEL}-{m}" for m in ("half-code", "kept", "published"))),
-               "method": ("sketch", "topk+phi", "sketch+phi"), "machine": (H200, H100)},
-              words={MODEL: "1.5B, prose alone"}),
+        Grid("KL by training, 16k tokens, 1 %", ["completed by", "text, times the default's",
+             "RULER, times the default's", "prompts, text", "prompts, RULER"], [
+            [said, *(Cell(rows="kl", where={"case": f"{MODEL}{name}:{task}@16384", "method": method, "budget": 0.01,
+                                            "metric": "kl_ratio", "against": "the default"}, form=form, **how)
+                     for form, how in (("{:.2f}", {"spread": "to"}), ("{}", {"of": "samples"})) for _, task in KINDS)]
+            for said, name, method in BOUGHT],
+             "The default: φ of 2,500 steps on 24 windows of 16k tokens of speeches, a quarter of them synthetic, "
+             "behind sketches. Ratios are paired by prompt; see [quality](quality.md#kl-to-full-attention-1)."),
         Table("Mass that codes keep", "sketch", {"model": "model", "text": "text", "method": "codes"},
               [Cell(percent(b), {"metric": f"mass_share@{b}"}, "{:.3f}") for b in FEW],
               {"model": ("SmolLM2-135M tuned to 32k", "Qwen2.5-Coder-1.5B-Instruct"), "text": ("sotu", "embedded"),
@@ -424,16 +389,25 @@ def micros(method: str, form: str = "{:.1f}") -> Cell:
 
 MILLION = "million, 1048576 tokens, one KV head of 128"
 SAAP = "saap, long-model, 8192 tokens"
+SAAP_WORDS = {
+    name + more: said + (f", {more[8:]} whole buckets" if more else "") for more in ("", ":probes=8", ":probes=32")
+    for name, said in (("router:scores=mlp", "the query model"), ("router:scores=mean_key",
+                       "its control: mean keys, moved to the request"), ("router:scores=mean_key:adapt=false",
+                                                                        "mean keys as trained"))}
 SAAP_TASKS = Table(
     "Saap on tasks, 16k tokens", "real", {"method": "chosen by"},
-    [*by_budget(FEW, **FULL), *(Cell(f"read, {percent(b)}", {"metric": "score", "budget": b}, "{:.1f} %", of="read",
-                                     scale=100) for b in FEW), *share(FEW), samples(**FULL)],
-    real("ruler@16384", "coder-1.5b-saap"),
-    "Points of the 1.5B; sink 1, window 2,047 tokens; buckets by probability per token, the last one in part. The "
-    "query model has 19,000 of the paper's 40,000 steps, on 24 windows of 16k tokens.",
-    words={"router:scores=mlp": "the query model", "router:scores=mean_key":
-           "its untrained control: mean keys, moved to the request", "router:scores=mean_key:adapt=false":
-           "mean keys as trained"})
+    [*by_budget(FEW[:2], **FULL), *(Cell(f"read, {percent(b)}", {"metric": "score", "budget": b}, "{:.1f} %", of="read",
+                                         scale=100) for b in FEW[:2]), *share(FEW[:2]), samples(**FULL)],
+    real("ruler@16384", "coder-1.5b-saap", H100),
+    "Points of the 1.5B; sink 1, window 2,047 tokens; buckets by probability per token, the last one in part, or so "
+    "many whole ones. 40,000 steps on 5.2 M tokens.", SAAP_WORDS)
+SAAP_LINES = (
+    ("exact top-k", "exact top-k", "coder-1.5b-saap", "topk"),
+    ("the query model", "query model", "coder-1.5b-saap", "router:scores=mlp"),
+    ("its control: mean keys, moved to the request", "mean keys, moved to the request", "coder-1.5b-saap",
+     "router:scores=mean_key"),
+    ("mean keys as trained", "mean keys as trained", "coder-1.5b-saap", "router:scores=mean_key:adapt=false"),
+    ("untrained buckets, moved", "untrained buckets, moved", "coder-1.5b-saap-untrained", "router:scores=mean_key"))
 LFPS_TASKS = Table(
     "", "real", {"method": "read by"}, [*by_budget(FEW, **FULL), *share(FEW), samples(0.02, **FULL)],
     real("ruler@16384", method=("topk", RIVALS[1], "quest", "magicpig")))
@@ -466,10 +440,9 @@ PAPERS = Page(
             for title, case in (("sink + tail", "sink + tail"), *((percent(b), f"topk@{b}") for b in (*FEW, 0.1)))],
               {"metric": "rel_err", "method": ("none", "phi_paper", "phi")}, "Exact top-k of the tuned SmolLM2.",
               words={"none": "none", "phi_paper": "as published", "phi": "the default recipe's"}),
-        Table("Completion: the paper's losses, keys of one hidden layer, RULER at 16k", "real", {"method": "method"},
-              [*by_budget(FEW, **FULL), samples(**FULL)], real("ruler@16384", "coder-1.5b-published"),
-              "Points of the 1.5B, 22,000 steps. The map of keys was one layer of 128 ReLUs, and not the paper's; the "
-              "paper's has no row of tasks."),
+        Table("Completion: maps as published, RULER at 16k", "real", {"method": "method"},
+              [*by_budget(FEW, **FULL), samples(**FULL)], real("ruler@16384", "coder-1.5b-completion", H100),
+              "Points of the 1.5B, 22,000 steps on 24 windows of 16k tokens."),
         Table("TokenSelect: votes", "real", {"method": "vote"},
               [*by_budget((0.02,), **FULL), Cell("equal answers", {"metric": "same_answers", "budget": 0.02},
                                                  spread="±"), samples(0.02, **FULL)],
@@ -506,10 +479,16 @@ PAPERS = Page(
                   "indices-128k": "131,072", "indices-1024k": "1,048,576", "sdpa": "full attention",
                   "faiss-flat-gpu": "faiss, flat", "faiss-ivf-gpu": "faiss, inverted lists",
                   "spherical_kmeans": "k-means", "faiss-kmeans": "k-means by faiss"}),
-        Table("Saap: mass of held-out windows", "partition", {"method": "chosen by"}, [
-            *(Cell(percent(b), {"metric": "mass", "budget": b}, "{:.2f}") for b in FEW),
-            Cell("KL of buckets", {"metric": "bucket_kl"}, "{:.2f}")], {},
-              "Share of the mid region's attention that is read."),
+        Grid("Saap: mass of held-out windows and KL", ["chosen by", *(f"mass, {percent(b)}" for b in FEW), *(
+            f"KL, {words}, {how}" for words, _ in KINDS for how in ("1 %", "32 whole buckets"))], [
+            [said, *(Cell(rows="partition", where={"method": mass, "metric": "mass", "budget": b}, form="{:.2f}")
+                     for b in FEW), *(
+                Cell(rows="kl", where={"case": f"{model}:{task}@16384", "method": name + more, "metric": "kl",
+                                       "budget": None if more else 0.01}, form="{:.4f}", spread="±")
+                for _, task in KINDS for more in ("", ":probes=32"))]
+            for said, mass, model, name in SAAP_LINES],
+             "Mass: the share of the mid region's attention that is read, layers 4, 10, 16 and 22, four windows of 32k "
+             "tokens. KL [nats/token]: all layers, prompts of 16k tokens, sink 1, window 2,047 tokens."),
         Table("Multiple choice over 16k tokens", "choices", {"case": "task", "method": "method"}, [
             *by_budget((0.005, 0.01, 0.02, 0.05, 0.1), **FULL), samples(**FULL)],
               {"case": tuple(f"{MODEL}:choices-{task}@16384" for task in ("year", "next"))},
@@ -616,12 +595,11 @@ PAPER_PAGE: dict[str, Any] = {
          "SmolLM2, tuned to 32k; 8k tokens, 4,000 steps"],
         ["… of the default recipe's maps", "", completed_error("phi"), "the same"],
         ["… without maps", "", completed_error("none"), "the same"],
-        ["points at 1 %, the paper's losses, keys of one hidden layer", "", Cell(rows="real", where=real(
-            "ruler@16384", "coder-1.5b-published", method="topk+phi", against="full", budget=0.01,
-            metric="difference"), form="{:+.1f}", spread="±"), "1.5B, RULER, 16k, 104 prompts"],
-        ["… without maps", "", Cell(rows="real", where=real(
-            "ruler@16384", "coder-1.5b-published", method="topk", against="full", budget=0.01, metric="difference"),
-            form="{:+.1f}", spread="±"), "the same"],
+        *([said if kind == "ruler" else "", "", Cell(rows="kl", where={
+            "case": f"coder-1.5b-completion:{kind}@16384", "method": method, "metric": "kl", "budget": 0.01},
+            form="{:.4f}", spread="±"), f"{words}, 1.5B, 16k, 22,000 steps, H100"]
+          for said, method in (("KL at 1 %, maps as published", "topk+phi"), ("… without maps", "topk"))
+          for words, kind in (("RULER", "ruler"), ("text", "text"))),
     ]),
     "saap": replace(SAAP_TASKS, title=""),
     "kernel": Grid("", HERE, [
@@ -679,7 +657,7 @@ PLACES: dict[str, dict[str, Any]] = {
                 "case": kl_case(task, 32_768), "method": "sketch+phi, 2 %", "metric": "kl_ratio",
                 "against": "sketch+phi at 1 %"}, form="{:.2f}", spread="to")]
               for words, task in (("RULER's answers", "ruler"), ("text", "text")))])},
-    "docs/train.md": {"kl": Grid("", ["KL of φ over that of untrained bucket means", "16k", "32k", "64k"], [
+    "docs/train.md": {"kl": Grid("", ["KL of φ over that of untrained bucket means", "16k", "32k", "64k", "128k"], [
         [words, *(Cell(rows="kl", where={"case": kl_case(task, n), "method": "sketch+phi", "metric": "kl_ratio",
                                          "against": "sketch+centroid"}, form="{:.2f}", spread="to")
                   for n in KL_LENGTHS)] for words, task in (("text", "text"), ("RULER's answers", "ruler"))])},
@@ -689,7 +667,11 @@ PLACES: dict[str, dict[str, Any]] = {
         {"case": "8b-128k-b1", "metric": "first_token_s", "commit": "0690853",
          "method": ("dense", "sparse@0.3", "sparse@0.2", "sparse@0.1")},
         words={f"sparse@{s}": f"`share={s}`" for s in (0.1, 0.2, 0.3)})},
-    "docs/small-card.md": {"offload": replace(next(p for p in SPEED.parts if p.rows == "offload"), title="")},
+    "docs/small-card.md": {"offload": replace(
+        [p for p in SPEED.parts if getattr(p, "rows", "") == "offload"][1], title="", where={
+            "case": OFFLOADED, "machine": H100, "method": (
+                "full", "full_most", *(f"sketch{phi}-{b}%" for b in (1, 5) for phi in ("", "_phi")), "full_host",
+                "transformers_offloaded")})},
     "docs/reliability.md": {"attacks": Table("", "reliability", {"case": "attack"}, [
         Cell("cases", {"method": "attacked"}, "{:,}"), Cell("passed", {"method": "passed"}, "{:,}")])},
 }

@@ -303,7 +303,7 @@ def _fewer(name: str, manager: Any, samples: int, data: Path | None) -> Any:
 
     def made(**options: Any) -> Any:
         own = vars(importlib.import_module(home + Path(path).name))
-        modules = [own, *(vars(m) for m in list(sys.modules.values()) if m.__name__.startswith(home))]
+        modules = [own, *(vars(m) for name, m in list(sys.modules.items()) if name.startswith(home))]
         other: dict[str, Any] = {"tqdm": lambda every, **_: itertools.islice(every, samples)}  # loops over prompts
         other |= _read_from(data, modules) if data is not None else {}
         shown = [(module, key, module[key]) for module in modules for key in other if key in module]
