@@ -184,7 +184,7 @@ def readme(lines: Lines, where: str, look: Mapping[str, str], path: Path) -> Pat
         for name, points in lines.items():
             offset, side = beside.get(name, ((0, 9), "center"))
             right.annotate(name, points[-1], xytext=offset, textcoords="offset points", ha=side)
-        right.set(xlabel="ms per token, 8 requests of 30k tokens", ylabel="KL to full attention [nats/token]",
+        right.set(xlabel="ms per token, 8 requests of 30k tokens", ylabel="KL of one request [nats/token]",
                   title=f"1.5B model, one {where}, text of 32k tokens", xlim=(0, None), ylim=(0, None))
         figure.savefig(path, format="svg", transparent=True, metadata={"Date": None})
         pyplot.close(figure)

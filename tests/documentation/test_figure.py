@@ -41,5 +41,15 @@ def test_memory_has_a_line_through_the_budgets_of_a_method(monkeypatch) -> None:
     assert curves.picture("offload") is None
 
 
-def test_the_rows_that_ship_give_both_pictures() -> None:
-    assert load("kl") and all(b"<svg" in (curves.picture(name) or b"") for name in ("kl", "offload"))
+def test_times_with_keys_in_cpu_memory_meet_kl_of_their_budget(monkeypatch) -> None:
+    ms = [{"case": "coder-30k-b1", "method": m, "metric": "ms", "value": v} for m, v in (
+        ("full", 2.0), ("sketch-1%", 2.6), ("sketch-5%", 2.7), ("sketch_phi-1%", 2.8), ("sketch_phi-1%@gpu", 2.4))]
+    kl = [{"case": "coder-1.5b:text@32768", "method": m, "metric": "kl", "budget": b, "value": v} for m, b, v in (
+        ("full", None, 0.0), ("sketch, 5 %", 0.05, 0.008), ("sketch", 0.01, 0.04), ("sketch+phi", 0.01, 0.007),
+        ("sketch+phi, 2 %", 0.02, 0.004), ("topk", 0.01, 0.03))]
+    monkeypatch.setattr(curves, "load", lambda name: {"kl": kl, "offload": ms}[name])
+    assert curves.host_lines("coder-30k-b1") == {"sketch": [(2.6, 0.04), (2.7, 0.008)], "sketch + φ": [(2.8, 0.007)]}
+
+
+def test_the_rows_that_ship_give_all_pictures() -> None:
+    assert load("kl") and all(b"<svg" in (curves.picture(name) or b"") for name in ("kl", "offload", "host"))

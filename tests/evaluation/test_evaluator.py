@@ -1,7 +1,9 @@
 import copy
 import json
 import signal
+import sys
 from dataclasses import replace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from tiny_artifacts import artifacts
 from sparsekv import SparseConfig, attach
 from sparsekv.core.prefill import SparsePrompts
 from sparsekv.core.step import LayerState
+from sparsekv.evaluation import requests as maker
 from sparsekv.evaluation.batch import answer_batch, prefill_batch
 from sparsekv.evaluation.cells import FORMAT, collect
 from sparsekv.evaluation.evaluator import Evaluator
@@ -437,6 +440,17 @@ def test_scores_are_rulers() -> None:
     with pytest.raises(SparseKVError, match="scored by lm-eval"):
         score(Question("t", 0, 0, "", [], "lm-eval", 1, []), "x")
     assert task_names("ruler-offline, needle")[-1] == "needle" and len(task_names("ruler")) == 13
+
+
+def test_prompts_of_ruler_are_made_beside_modules_without_a_name(monkeypatch) -> None:
+    """Extension types enter `sys.modules` as objects that have no `__name__`."""
+    module = ModuleType("lm_eval.tasks.ruler.vt_utils")
+    vars(module).update(tqdm=iter, get_vt_dataset=lambda **_: list(vars(module)["tqdm"](range(500))))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(sys.modules, "nameless", object())
+    entry = SimpleNamespace(cfg={"custom_dataset": "vt_utils.get_vt_dataset"})
+    made = maker._fewer("ruler_vt", SimpleNamespace(task_index={"ruler_vt": entry}), 3, None)
+    assert made["task"][0]["custom_dataset"]() == [0, 1, 2] and vars(module)["tqdm"] is iter
 
 
 def test_eval_answers_a_file_of_requests_without_lm_eval(tmp_path, saved_model) -> None:
