@@ -34,6 +34,7 @@ README = {"full attention": "full attention", "sketch + centroids": "untrained",
           "Quest": "Quest", "exact top-k": "exact top-k"}
 """Methods of README's picture, and their names there."""
 FULL = "full attention"
+HOST = {"host": ("ms", "ms per token, keys in CPU memory"), "bytes": ("bus_mb", "MB per token over the bus")}
 KEPT = re.compile(r"(sketch|sketch_phi)-(\d+)%(@gpu)?")
 """A method of `offload`: what completes it, its budget, and where keys lie."""
 LIGHT = {"ink": "#1d1d1e", "read": "#0072B2", "rest": "#D55E00", "paper": "#fbe3d0"}
@@ -71,9 +72,9 @@ def memory_lines(case: str) -> Lines:
     return found
 
 
-def host_lines(case: str) -> Lines:
-    """Time of a token with keys in CPU memory [ms] of a case of `offload`, and KL of texts of 32k tokens."""
-    ms = {r["method"]: r["value"] for r in load("offload") if (r["case"], r["metric"]) == (case, "ms")}
+def host_lines(case: str, metric: str) -> Lines:
+    """A metric of a case of `offload`, keys in CPU memory, and KL of texts of 32k tokens."""
+    ms = {r["method"]: r["value"] for r in load("offload") if (r["case"], r["metric"]) == (case, metric)}
     found: Lines = {}
     for r in load("kl"):
         method = r["method"].partition(", ")[0]
@@ -85,7 +86,7 @@ def host_lines(case: str) -> Lines:
 
 def panels(name: str) -> tuple[list[tuple[str, Lines]], str, str, bool]:
     """The panels of a picture that have rows, with their titles; what its axes say; whether the second is logarithmic.
-    name: `kl`, `offload` or `host`."""
+    name: `kl`, `offload`, or one of `HOST`."""
     if name == "kl":
         made = [(f"{words}, {length // 1024}k tokens", kl_lines(kind, length))
                 for kind, words in (("text", "text"), ("ruler", "RULER")) for length in TIMED]
@@ -93,10 +94,9 @@ def panels(name: str) -> tuple[list[tuple[str, Lines]], str, str, bool]:
                 False)
     from benchmarks.specs import OFFLOADED
 
-    if name == "host":
-        made = [(named(case, {}), host_lines(case)) for case in OFFLOADED if case.startswith("coder")]
-        return ([p for p in made if p[1]], "ms per token, keys in CPU memory", "KL to full attention [nats/token]",
-                False)
+    if name in HOST:
+        made = [(named(case, {}), host_lines(case, HOST[name][0])) for case in OFFLOADED if case.startswith("coder")]
+        return [p for p in made if p[1]], HOST[name][1], "KL to full attention [nats/token]", False
     made = [(named(case, {}), memory_lines(case)) for case in OFFLOADED]
     return [p for p in made if len(p[1]) > 1], "GPU memory [GB]", "tokens/s", True
 

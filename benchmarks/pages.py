@@ -28,7 +28,7 @@ Row = dict[str, Any]
 Where = Mapping[str, Any]
 MISSING = "–"
 CURVES = {"kl": "KL to full attention by ms per token", "offload": "Tokens per second by GPU memory",
-          "host": "KL to full attention by ms per token, keys in CPU memory"}
+          "host": "KL to full attention by ms per token, keys in CPU memory", "bytes": "KL by MB over the bus"}
 """Pictures of `curves.py`, and what they show."""
 
 
