@@ -84,29 +84,33 @@ def host_lines(case: str, metric: str) -> Lines:
     return {name: sorted(points) for name, points in found.items()}
 
 
-def panels(name: str) -> tuple[list[tuple[str, Lines]], str, str, bool]:
-    """The panels of a picture that have rows, with their titles; what its axes say; whether the second is logarithmic.
-    name: `kl`, `offload`, or one of `HOST`."""
+def panels(name: str) -> tuple[list[tuple[str, Lines]], str, str]:
+    """The panels of a picture that have rows, with their titles; what its axes say. name: `kl`, `offload`, or one of
+    `HOST`."""
     if name == "kl":
         made = [(f"{words}, {length // 1024}k tokens", kl_lines(kind, length))
                 for kind, words in (("text", "text"), ("ruler", "RULER")) for length in TIMED]
-        return ([p for p in made if p[1]], "ms per token, 8 requests to the 1.5B", "KL to full attention [nats/token]",
-                False)
+        return [p for p in made if p[1]], "ms per token, 8 requests to the 1.5B", "KL to full attention [nats/token]"
     from benchmarks.specs import OFFLOADED
 
     if name in HOST:
         made = [(named(case, {}), host_lines(case, HOST[name][0])) for case in OFFLOADED if case.startswith("coder")]
-        return [p for p in made if p[1]], HOST[name][1], "KL to full attention [nats/token]", False
+        return [p for p in made if p[1]], HOST[name][1], "KL to full attention [nats/token]"
     made = [(named(case, {}), memory_lines(case)) for case in OFFLOADED]
-    return [p for p in made if len(p[1]) > 1], "GPU memory [GB]", "tokens/s", True
+    return [p for p in made if len(p[1]) > 1], "GPU memory [GB]", "tokens/s"
 
 
 def draw(axes: Any, lines: Lines, colours: Mapping[str, str]) -> None:
-    """Lines through the points, in the colours of their names."""
+    """Lines through the points, in the colours of their names; full attention, whose KL is 0, is a line upwards."""
     for name, points in lines.items():
-        axes.plot(*zip(*points, strict=True), "o-", markersize=7, label=name, clip_on=False, zorder=3,
-                  color=colours[name])
+        if points == [(points[0][0], 0.0)]:
+            axes.axvline(points[0][0], linestyle="--", label=name, color=colours[name])
+        else:
+            axes.plot(*zip(*points, strict=True), "o-", markersize=7, label=name, zorder=3, color=colours[name])
     axes.margins(x=0.2, y=0.25)
+    axes.set_yscale("log", subs=[])
+    axes.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.spines[["top", "right"]].set_visible(False)
 
 
@@ -116,7 +120,7 @@ def picture(name: str) -> bytes | None:
 
     from sparsekv.evaluation.canvas import SERIES
 
-    shown, across, up, logarithmic = panels(name)
+    shown, across, up = panels(name)
     if not shown:
         return None
     matplotlib.use("svg")
@@ -131,7 +135,6 @@ def picture(name: str) -> bytes | None:
         for axes, (title, lines) in zip(grid.flat, shown, strict=False):
             draw(axes, lines, colours)
             axes.set(title=title, xlabel=across, ylabel=up, xlim=(0, None))
-            axes.set(**({"yscale": "log"} if logarithmic else {"ylim": (0, None)}))
         handles = {label: handle for axes in grid.flat for handle, label in zip(
             *axes.get_legend_handles_labels(), strict=True)}
         figure.legend(handles.values(), handles, loc="outside lower center", ncols=2, frameon=False, fontsize=8)
@@ -167,8 +170,7 @@ def readme(lines: Lines, where: str, look: Mapping[str, str], path: Path) -> Pat
     """Write README's picture: the drawing of a step, and these lines. where: the card that they are of.
     Raises SystemExit where there are no lines."""
     if not lines:
-        raise SystemExit("no method has rows of both kl and loop_ms; measure them with benchmarks/real.py and "
-                         "benchmarks/generate.py")
+        raise SystemExit("no method has rows of both kl and loop_ms; measure them with real.py and generate.py")
     import matplotlib
 
     matplotlib.use("svg")
@@ -180,12 +182,13 @@ def readme(lines: Lines, where: str, look: Mapping[str, str], path: Path) -> Pat
         figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.4), layout="constrained")
         step(left, look)
         draw(right, lines, {name: look["ink" if name == FULL else "read"] for name in lines})
-        beside = {FULL: ((8, 4), "left"), "untrained": ((-8, 2), "right"), "trained": ((-8, -5), "right")}
         for name, points in lines.items():
-            offset, side = beside.get(name, ((0, 9), "center"))
-            right.annotate(name, points[-1], xytext=offset, textcoords="offset points", ha=side)
+            before = points[-1][0] < lines[FULL][0][0]
+            at, of = (0.05, "axes fraction") if name == FULL else (points[-1][1], "data")
+            right.annotate(name, (points[-1][0], at), xytext=(-9 if before else 9, -4), textcoords="offset points",
+                           xycoords=("data", of), ha="right" if before else "left")
         right.set(xlabel="ms per token, 8 requests of 30k tokens", ylabel="KL of one request [nats/token]",
-                  title=f"1.5B model, one {where}, text of 32k tokens", xlim=(0, None), ylim=(0, None))
+                  title=f"1.5B model, one {where}, text of 32k tokens", xlim=(0, 9.5))
         figure.savefig(path, format="svg", transparent=True, metadata={"Date": None})
         pyplot.close(figure)
     return path

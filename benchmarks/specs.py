@@ -465,11 +465,6 @@ PAPERS = Page(
             *by_budget((0.02,), **FULL), Cell("read", {"metric": "score", "budget": 0.02}, "{:.1f} %", of="read",
                                               scale=100), samples(0.02, **FULL)],
               real("ruler@16384", "coder-1.5b-alphas"), "Points of the 1.5B, a list per group of heads."),
-        Table("Vector databases: a million keys", "papers", {"method": "index"}, [
-            Cell(title, {"metric": m}, form) for title, m, form in (
-                ("a group's step [ms]", "ms", "{:.1f}"), ("built in [s]", "build_s", "{:.1f}"),
-                ("GPU memory [MB]", "gpu_mb", "{:.0f}"), ("needles among the first ten", "needles", "{:.2f}"))],
-              {"case": MILLION}),
         Table("Vector databases on a GPU", "indices", {"case": "keys", "method": "selector"}, [
             Cell("a step [ms]", {"metric": "us"}, "{:.2f}", scale=0.001),
             Cell("built in [s]", {"metric": "build_s"}, "{:.2f}"),
