@@ -22,7 +22,7 @@ from sparsekv.core.regions import AMORTISE_OVER
 from sparsekv.core.registry import FULL
 from sparsekv.evaluation.batch import AnswerBatch, all_sparse, answer_batch, continue_text, prefill_batch
 from sparsekv.evaluation.cells import add_cell, artifact_digest, open_cells
-from sparsekv.evaluation.lead import TOKENS, Distance, Reference, distance_of, lead, reference
+from sparsekv.evaluation.lead import TOKENS, Distance, Reference, distance, lead, reference
 from sparsekv.evaluation.methods import Method
 from sparsekv.evaluation.requests import Question, score
 from sparsekv.evaluation.rows import origin
@@ -96,7 +96,7 @@ class Evaluator:
             room = max(r.answer_tokens for r in requests) + 1
             with attach(self.model, selector="dense") as dense:
                 batch = prefill_batch(dense, prompts, room=room)
-                self.along = self._reference(dense, batch, requests) if self.kl == "steps" else None
+                self.along = self._reference(dense, batch, requests[0]) if self.kl == "steps" else None
             if self.kl == "chunk":
                 self.along = self._reference_chunk(batch, requests[0])
             for method, following in zip(todo, [*todo[1:], None], strict=True):
@@ -131,22 +131,21 @@ class Evaluator:
             found[method.name, method.budget] = round(statistics.median(steps[TIMED_STEPS:]), 3)
         return found
 
-    def _reference(self, dense: Attachment, batch: AnswerBatch, requests: list[Question]) -> Reference:
-        """Full attention along a text, or along its own greedy answers up to their ends."""
-        if requests[0].metric == "continuation":
-            return reference(dense, batch, [self._following(requests[0])[:self.led_tokens]])
-        answers = answer_batch(dense, batch, [min(r.answer_tokens, self.led_tokens) for r in requests],
-                               lambda row, tokens: self._ended(requests[row], tokens))
-        ends = (next((n for n in range(1, len(a)) if self._ended(r, a[:n])), len(a))
-                for r, a in zip(requests, answers, strict=True))
-        return reference(dense, batch, [a[:n] for a, n in zip(answers, ends, strict=True)])
+    def _reference(self, dense: Attachment, batch: AnswerBatch, request: Question) -> Reference:
+        """Full attention along a text, or along its own greedy answer up to its end."""
+        if request.metric == "continuation":
+            return reference(dense, batch, self._following(request)[:self.led_tokens])
+        answer, = answer_batch(dense, batch, [min(request.answer_tokens, self.led_tokens)],
+                               lambda _, tokens: self._ended(request, tokens))
+        end = next((n for n in range(1, len(answer)) if self._ended(request, answer[:n])), len(answer))
+        return reference(dense, batch, answer[:end])
 
     def _reference_chunk(self, batch: AnswerBatch, request: Question) -> Reference:
         following = self._following(request)
         # as sparse steps do, these leave the prompt's last queries in the cache
         with attach(self.model, selector="dense", run=RunOptions(sparse_chunks=True)) as dense:
             logits = continue_text(dense, batch, following).logits
-        return Reference([following], logits.float().log_softmax(-1)[None])
+        return Reference(following, logits.float().log_softmax(-1))
 
     def _following(self, request: Question) -> list[int]:
         """The last tokens of a text, which are scored."""
@@ -245,7 +244,7 @@ class Evaluator:
         rows = [i for i, r in enumerate(requests) if r.case not in barred]
         found: dict[str, Any] = {}
         texts: dict[int, str] = {}
-        led: dict[int, Distance] = {}
+        led: list[Distance] = []
         if rows and requests[0].metric == "continuation":
             found = self._continue(batch, requests[0], method, goes_on)
         elif rows:
@@ -266,7 +265,7 @@ class Evaluator:
                          "seconds": round(seconds * len(own) / len(requests), 3)}
             if case not in barred and texts:
                 line |= {"scores": [_score(requests[i], texts[i]) for i in own], "answers": [texts[i] for i in own]}
-                line |= _columns([led[i] for i in own if i in led])
+                line |= _columns(led)
                 if requests[own[0]].depth is not None:
                     line["depths"] = [requests[i].depth for i in own]
             add_cell(self.path, line)
@@ -291,19 +290,19 @@ class Evaluator:
         report, losses = attachment.report(), found.losses
         led: list[Distance] = []
         if self.along is not None and self.kl == "chunk":
-            led = [distance_of(self.along.logs[0], found.logits)]
+            led = [distance(self.along.logs, found.logits.float().log_softmax(-1))]
         elif self.along is not None:
             with self._going(method, None, batch.cache) as attachment:
-                led = lead(attachment, batch, self.along)
+                led = [lead(attachment, batch, self.along)]
         return {"losses": [sum(losses) / len(losses)], "token_losses": [[round(x, 5) for x in losses]],
                 "likeliest": [found.likeliest], "errors": [report["rel_err"] or 0.0], **_shares(report),
                 **_columns(led)}
 
     def _answer(
         self, batch: AnswerBatch, requests: list[Question], method: Method, rows: list[int], goes_on: bool,
-    ) -> tuple[dict[int, str], dict[int, Distance], dict[str, float]]:
-        """Answers and distances by row, and what a sparse layer read; in parts where the device's memory does not
-        hold what the method builds for all rows."""
+    ) -> tuple[dict[int, str], list[Distance], dict[str, float]]:
+        """Answers by row, the distance of a prompt that is alone, and what a sparse layer read; in parts where the
+        device's memory does not hold what the method builds for all rows."""
         splits = self.splits.get(method.selector, 1)
         if len(rows) < len(requests):
             batch.restore(batch.width)  # some rows' budget pays for nothing
@@ -323,9 +322,9 @@ class Evaluator:
     def _answer_in_parts(
         self, attachment: Attachment, batch: AnswerBatch, requests: list[Question], rows: list[int], splits: int,
         goes_on: bool,
-    ) -> tuple[dict[int, str], dict[int, Distance], dict[str, float]]:
+    ) -> tuple[dict[int, str], list[Distance], dict[str, float]]:
         texts: dict[int, str] = {}
-        led: dict[int, Distance] = {}
+        led: list[Distance] = []
         size = -(-len(rows) // splits)
         with attachment:
             for first in range(0, len(rows), size):
@@ -341,7 +340,7 @@ class Evaluator:
                                        keeps=goes_on or self.along is not None)
                 texts |= {i: self._text(requests[i], a) for i, a in zip(chosen, answers, strict=True)}
                 if self.along is not None:
-                    led |= zip(chosen, lead(attachment, part, self.along.rows(chosen), keeps=goes_on), strict=True)
+                    led.append(lead(attachment, part, self.along, keeps=goes_on))
                 del part
             shares = _shares(attachment.report())
         return texts, led, shares
