@@ -74,13 +74,13 @@ def memory_lines(case: str) -> Lines:
 
 def host_lines(case: str, metric: str) -> Lines:
     """A metric of a case of `offload`, keys in CPU memory, and KL of texts of 32k tokens."""
-    ms = {r["method"]: r["value"] for r in load("offload") if (r["case"], r["metric"]) == (case, metric)}
+    across = {r["method"]: r["value"] for r in load("offload") if (r["case"], r["metric"]) == (case, metric)}
     found: Lines = {}
     for r in load("kl"):
         method = r["method"].partition(", ")[0]
-        timed = f"{method.replace('+', '_')}-{100 * (r['budget'] or 0):g}%"
-        if (r["case"], r["metric"]) == (f"{MODEL}:text@32768", "kl") and timed in ms:
-            found.setdefault(METHODS[method][0], []).append((ms[timed], r["value"]))
+        there = f"{method.replace('+', '_')}-{100 * (r['budget'] or 0):g}%"
+        if (r["case"], r["metric"]) == (f"{MODEL}:text@32768", "kl") and there in across:
+            found.setdefault(METHODS[method][0], []).append((across[there], r["value"]))
     return {name: sorted(points) for name, points in found.items()}
 
 
@@ -103,7 +103,7 @@ def panels(name: str) -> tuple[list[tuple[str, Lines]], str, str]:
 def draw(axes: Any, lines: Lines, colours: Mapping[str, str]) -> None:
     """Lines through the points, in the colours of their names; full attention, whose KL is 0, is a line upwards."""
     for name, points in lines.items():
-        if points == [(points[0][0], 0.0)]:
+        if name == FULL:
             axes.axvline(points[0][0], linestyle="--", label=name, color=colours[name])
         else:
             axes.plot(*zip(*points, strict=True), "o-", markersize=7, label=name, zorder=3, color=colours[name])
@@ -188,7 +188,8 @@ def readme(lines: Lines, where: str, look: Mapping[str, str], path: Path) -> Pat
             right.annotate(name, (points[-1][0], at), xytext=(-9 if before else 9, -4), textcoords="offset points",
                            xycoords=("data", of), ha="right" if before else "left")
         right.set(xlabel="ms per token, 8 requests of 30k tokens", ylabel="KL of one request [nats/token]",
-                  title=f"1.5B model, one {where}, text of 32k tokens", xlim=(0, 9.5))
+                  title=f"1.5B model, one {where}, text of 32k tokens",
+                  xlim=(0, 1.3 * max(x for points in lines.values() for x, _ in points)))
         figure.savefig(path, format="svg", transparent=True, metadata={"Date": None})
         pyplot.close(figure)
     return path

@@ -63,6 +63,7 @@ def points(method: str, budget: float, against: str = "full", case: str = "ruler
 
 
 BEFORE = "sketch:fit=fixed:candidates=0.1+phi"  # how the default of 490c9fa chose, with the maps of now
+SMALL = "coder-0.5b", "smollm2-32k"
 KINDS, KL_LENGTHS = (("text", "text"), ("RULER", "ruler")), (16_384, 32_768, 65_536, 131_072)
 KL_METHODS = ("full", "topk", "topk+phi", "topk+centroid", "sketch", "sketch+phi", "sketch:fit=fixed+phi",
               BEFORE, "sketch+centroid", "token_select", "quest")
@@ -94,8 +95,7 @@ QUALITY = Page(
             Cell(f"{words}, {length // 1024}k", {"case": kl_case(task, length)}, "{:.2f}", spread="to")
             for words, task in KINDS for length in KL_LENGTHS],
               {"metric": "kl_ratio", "budget": (0.01, 0.02), "method": (
-                  "topk+phi", "sketch+phi", "sketch+phi, 2 %", "sketch:fit=fixed+phi", "sketch+centroid",
-                  BEFORE),
+                  "topk+phi", "sketch+phi", "sketch+phi, 2 %", "sketch:fit=fixed+phi", "sketch+centroid", BEFORE),
                "against": ("topk+phi", "sketch+phi at 1 %", "sketch+centroid", BEFORE)},
               "Ratios are paired by prompt, with 95 % intervals: below 1 the method is nearer to full attention."),
         Table("The likeliest token is full attention's, 1 %", "kl", {"method": "method"}, [
@@ -110,12 +110,11 @@ QUALITY = Page(
                   f"{m}{b}" for m in ("sketch", "sketch+phi") for b in ("", ", 2 %", ", 5 %"))},
               "Without a number 1 %; prompts, maps and units of the first table."),
         Table("KL of other models, 16k tokens, 1 %", "kl", {"model": "model", "method": "method"}, [
-            *(Cell(words, {"case": (f"coder-0.5b:{task}@16384", f"smollm2-32k:{task}@16384")}, "{:.4f}", spread="±")
-              for words, task in KINDS),
-            *(Cell(f"{words}, times sketch + centroids", {"case": (f"coder-0.5b:{task}@16384",
-              f"smollm2-32k:{task}@16384"), "metric": "kl_ratio", "against": "sketch+centroid"}, "{:.2f}", spread="to")
-              for words, task in KINDS)],
-              {"metric": "kl", "budget": 0.01, "model": ("coder-0.5b", "smollm2-32k"), "method": KL_METHODS},
+            Cell(words + more, {"case": tuple(f"{m}:{task}@16384" for m in SMALL), **where}, form, spread=spread)
+            for more, where, form, spread in (
+                ("", {}, "{:.4f}", "±"),
+                (", times sketch + centroids", {"metric": "kl_ratio", "against": "sketch+centroid"}, "{:.2f}", "to"))
+            for words, task in KINDS], {"metric": "kl", "budget": 0.01, "model": SMALL, "method": KL_METHODS},
               "Nats per token. The 0.5B is Qwen2.5-Coder-0.5B-Instruct."),
         Table("RULER", "real", {"length": "tokens", "method": "method"},
               [*by_budget(FEW, **FULL), samples(**FULL), *share((0.01, 0.02))],
@@ -173,6 +172,15 @@ HELD = {"full": "full attention, keys on the GPU", "full_most": "full attention 
         "faiss": "exact top-k by a flat Faiss index in CPU memory, 1 %",
         "transformers_offloaded": "transformers' OffloadedCache"}
 """Methods of `offload`, in words."""
+OFFLOAD = [Table(title, "offload", {"case": "model, requests", "method": "method"}, [
+    Cell("ms per token", {"metric": "ms"}, "{:.1f}"), Cell("tokens/s", {"metric": "tokens_s"}, "{:,.0f}"),
+    Cell("over the bus [MB/token]", {"metric": "bus_mb"}, "{:,.0f}"),
+    Cell("rows found on the GPU", {"metric": "hit_rate"}, "{:.2f}"),
+    Cell("GPU memory [GB]", {"metric": "gpu_gb"}), Cell("host memory [GB]", {"metric": "host_gb"})],
+    {"case": OFFLOADED, "method": tuple(HELD), "machine": card},
+    "The 8B shape's weights (16 GB) and keys are drawn, and so are its hits.", HELD, curves=picture)
+    for title, card, picture in (("Keys in CPU memory", H200, "offload"),
+                                 ("Keys in CPU memory, the 1.5B and several requests", H100, "host"))]
 STEPS = ("32x8-8k-b1", "32x8-32k-b1", "32x8-64k-b1", "32x8-128k-b1", "32x8-512k-b1", "32x8-1M-b1", "32x8-128k-b4",
          "32x8-128k-b8", "12x2-30k-b1", "12x2-30k-b8", "12x2-30k-b24")
 TOKENS = ("8b-32k-b1", "8b-128k-b1", "8b-512k-b1", "8b-128k-b4", "coder-30k-b1", "coder-30k-b8", "coder-30k-b24")
@@ -225,15 +233,7 @@ SPEED = Page(
                 ("full attention", "dense"), ("share 0.1", "sparse@0.1"), ("share 0.05", "sparse@0.05"))],
               {"metric": "prompt_s", "case": ("8b-quarter-512k-b1", "8b-512k-b1")},
               words={"8b-quarter-512k-b1": "eight layers of the 8B shape, 1 × 512k"}),
-        *(Table(title, "offload", {"case": "model, requests", "method": "method"}, [
-              Cell("ms per token", {"metric": "ms"}, "{:.1f}"), Cell("tokens/s", {"metric": "tokens_s"}, "{:,.0f}"),
-              Cell("over the bus [MB/token]", {"metric": "bus_mb"}, "{:,.0f}"),
-              Cell("rows found on the GPU", {"metric": "hit_rate"}, "{:.2f}"),
-              Cell("GPU memory [GB]", {"metric": "gpu_gb"}), Cell("host memory [GB]", {"metric": "host_gb"})],
-              {"case": OFFLOADED, "method": tuple(HELD), "machine": card},
-              "The 8B shape's weights (16 GB) and keys are drawn, and so are its hits.", HELD, curves=picture)
-          for title, card, picture in (("Keys in CPU memory", H200, "offload"),
-                                       ("Keys in CPU memory, the 1.5B and several requests", H100, "host"))),
+        *OFFLOAD,
         Grid("Rows that a step finds on the GPU", ["table, budget", *(f"{n} × a list" for n in (1, 2, 4, 8, 16))], [
             [f"{title}, {percent(b)}", *(Cell(rows="hot_rows", form="{:.2f}", where={
                 "case": f"hits-{b:g}", "method": f"{name}-{n}"}) for n in (1, 2, 4, 8, 16))]
@@ -390,18 +390,15 @@ def micros(method: str, form: str = "{:.1f}") -> Cell:
 
 MILLION = "million, 1048576 tokens, one KV head of 128"
 SAAP = "saap, long-model, 8192 tokens"
-SAAP_WORDS = {
-    name + more: said + (f", {more[8:]} whole buckets" if more else "") for more in ("", ":probes=8", ":probes=32")
-    for name, said in (("router:scores=mlp", "the query model"), ("router:scores=mean_key",
-                       "its control: mean keys, moved to the request"), ("router:scores=mean_key:adapt=false",
-                                                                        "mean keys as trained"))}
 SAAP_TASKS = Table(
     "Saap on tasks, 16k tokens", "real", {"method": "chosen by"},
     [*by_budget(FEW[:2], **FULL), *(Cell(f"read, {percent(b)}", {"metric": "score", "budget": b}, "{:.1f} %", of="read",
                                          scale=100) for b in FEW[:2]), *share(FEW[:2]), samples(**FULL)],
     real("ruler@16384", "coder-1.5b-saap", H100),
     "Points of the 1.5B; sink 1, window 2,047 tokens; buckets by probability per token, the last one in part. "
-    "40,000 steps on 5.2 M tokens.", SAAP_WORDS)
+    "40,000 steps on 5.2 M tokens.",
+    {"router:scores=mlp": "the query model", "router:scores=mean_key": "its control: mean keys, moved to the request",
+     "router:scores=mean_key:adapt=false": "mean keys as trained"})
 SAAP_LINES = (
     ("exact top-k", "exact top-k", "coder-1.5b-saap", "topk"),
     ("the query model", "query model", "coder-1.5b-saap", "router:scores=mlp"),
@@ -663,11 +660,9 @@ PLACES: dict[str, dict[str, Any]] = {
         {"case": "8b-128k-b1", "metric": "first_token_s", "commit": "0690853",
          "method": ("dense", "sparse@0.3", "sparse@0.2", "sparse@0.1")},
         words={f"sparse@{s}": f"`share={s}`" for s in (0.1, 0.2, 0.3)})},
-    "docs/small-card.md": {"offload": replace(
-        [p for p in SPEED.parts if getattr(p, "rows", "") == "offload"][1], title="", curves="offload", where={
-            "case": OFFLOADED, "machine": H100, "method": (
-                "full", "full_most", *(f"sketch{phi}-{b}%" for b in (1, 5) for phi in ("", "_phi")), "full_host",
-                "transformers_offloaded")})},
+    "docs/small-card.md": {"offload": replace(OFFLOAD[1], title="", curves="offload", where={
+        **OFFLOAD[1].where, "method": ("full", "full_most", *(f"sketch{phi}-{b}%" for b in (1, 5) for phi in (
+            "", "_phi")), "full_host", "transformers_offloaded")})},
     "docs/reliability.md": {"attacks": Table("", "reliability", {"case": "attack"}, [
         Cell("cases", {"method": "attacked"}, "{:,}"), Cell("passed", {"method": "passed"}, "{:,}")])},
 }
