@@ -23,12 +23,14 @@ from benchmarks.pages import card, named
 
 Lines = dict[str, list[tuple[float, float]]]
 """Points by the name of a method, in the order of its budgets."""
-MODEL = "coder-1.5b"
+ONE, EIGHT, FIFTH = "coder-1.5b", "coder-1.5b-eight", ":candidates=0.2"
+"""Models of `kl`: one request at a time, whose codes are all scored, and the codes that eight requests score, which
+their methods name."""
 TIMED = {16_384: "coder-16k-b8", 32_768: "coder-30k-b8", 65_536: "coder-64k-b8"}
 """Case of `generate` whose times stand for the prompts of a length in `kl`."""
 METHODS = {"topk": ("exact top-k", "topk"), "topk+phi": ("exact top-k + φ", "topk_phi"), "quest": ("Quest", "quest"),
-           "sketch": ("sketch", "sketch"), "sketch+centroid": ("sketch + centroids", "untrained"),
-           "sketch+phi": ("sketch + φ", "sketch_phi")}
+           f"sketch{FIFTH}": ("sketch", "sketch"), f"sketch{FIFTH}+centroid": ("sketch + centroids", "untrained"),
+           f"sketch{FIFTH}+phi": ("sketch + φ", "sketch_phi")}
 """Methods of `kl`: their names on the page, and in `generate`."""
 README = {"full attention": "full attention", "sketch + centroids": "untrained", "sketch + φ": "trained",
           "Quest": "Quest", "exact top-k": "exact top-k"}
@@ -44,7 +46,7 @@ DARK = {"ink": "#e6e6e6", "read": "#56B4E9", "rest": "#F2935C", "paper": "#6b3d1
 def kl_lines(kind: str, length: int) -> Lines:
     """Time of a token [ms] and KL [nats per token] of prompts of a kind (`text`, `ruler`) and length [tokens]; full
     attention has a KL of 0. Empty where its time or every other method lacks rows."""
-    timed, case = TIMED[length], f"{MODEL}:{kind}@{length}"
+    timed, case = TIMED[length], f"{EIGHT}:{kind}@{length}"
     kl = {(r["method"], r["budget"]): r["value"] for r in load("kl") if (r["case"], r["metric"]) == (case, "kl")}
     ms = {(r["method"], r.get("budget")): r["value"] for r in load("generate")
           if (r["case"], r["metric"]) == (timed, "loop_ms")}
@@ -75,12 +77,14 @@ def memory_lines(case: str) -> Lines:
 def host_lines(case: str, metric: str) -> Lines:
     """A metric of a case of `offload`, keys in CPU memory, and KL of texts of 32k tokens."""
     across = {r["method"]: r["value"] for r in load("offload") if (r["case"], r["metric"]) == (case, metric)}
+    model, codes = (EIGHT, FIFTH) if case.endswith("-b8") else (ONE, "")
+    names = {kind: name for name, kind in METHODS.values()}
     found: Lines = {}
     for r in load("kl"):
-        method = r["method"].partition(", ")[0]
-        there = f"{method.replace('+', '_')}-{100 * (r['budget'] or 0):g}%"
-        if (r["case"], r["metric"]) == (f"{MODEL}:text@32768", "kl") and there in across:
-            found.setdefault(METHODS[method][0], []).append((across[there], r["value"]))
+        kind = r["method"].partition(", ")[0].replace(codes, "").replace("+", "_")
+        there = f"{kind}-{100 * (r['budget'] or 0):g}%"
+        if (r["case"], r["metric"]) == (f"{model}:text@32768", "kl") and codes in r["method"] and there in across:
+            found.setdefault(names[kind], []).append((across[there], r["value"]))
     return {name: sorted(points) for name, points in found.items()}
 
 
@@ -187,7 +191,7 @@ def readme(lines: Lines, where: str, look: Mapping[str, str], path: Path) -> Pat
             at, of = (0.05, "axes fraction") if name == FULL else (points[-1][1], "data")
             right.annotate(name, (points[-1][0], at), xytext=(-9 if before else 9, -4), textcoords="offset points",
                            xycoords=("data", of), ha="right" if before else "left")
-        right.set(xlabel="ms per token, 8 requests of 30k tokens", ylabel="KL of one request [nats/token]",
+        right.set(xlabel="ms per token, 8 requests of 30k tokens", ylabel="KL to full attention [nats/token]",
                   title=f"1.5B model, one {where}, text of 32k tokens",
                   xlim=(0, 1.3 * max(x for points in lines.values() for x, _ in points)))
         figure.savefig(path, format="svg", transparent=True, metadata={"Date": None})

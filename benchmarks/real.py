@@ -1,29 +1,26 @@
 """Real models, everything that is measured of one on one card, in the order of its importance, within a time.
 
     python3 benchmarks/real.py --model FOLDER --weights FILE --name coder-1.5b --artifacts DIR --trained "ON WHAT" \\
-        --prompts FILE --output DIR [--back DIR] [--minutes 12] [--processes 2] [--only main16 text16 ...] [--list]
+        --prompts FILE --output DIR [--minutes 12] [--processes 2] [--only main16 text16 ...] [--list]
     python3 benchmarks/real.py --collect DIR [DIR ...]
 
 FILE of --prompts is of `quality.py --make-prompts --ruler-data ... --text prose=... --text code=...`. A stage is some
 prompts under some methods; every cell is on disk when it is measured, so that the same command goes on where it
-stopped. Cells of another card go to another folder: a table is of one card, full attention included. --back gets one
-archive of all that, anew every minute. The rows say which model, quantisation and file they are of, and what the
-artifacts were trained on. --collect writes what is there into the subject `real`.
+stopped. Cells of another card go to another folder: a table is of one card, full attention included. The rows say
+which model, quantisation and file they are of, and what the artifacts were trained on. --collect writes what is there
+into the subject `real`.
 """
 
 from __future__ import annotations
 
 import argparse
-import gzip
 import hashlib
-import io
 import json
 import os
 import platform
 import re
 import subprocess
 import sys
-import tarfile
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -146,7 +143,7 @@ def all_stages() -> list[Stage]:
         Stage("buckets16", "ruler", 16_384, ("full", "topk", *BUCKETS), few, 0, 4),
         Stage("main64", "ruler", 65_536, LONG, (0.01, 0.02), 0, 8),
         Stage("main128", "ruler", 131_072, (*LONG, "token_select"), (0.01, 0.02), 0, 4),
-        Stage("rivals64", "ruler", 65_536, rivals, one, 0, 8),
+        Stage("rivals64", "ruler", 65_536, (*rivals, "quest:page_size=8"), one, 0, 8),
         Stage("kl128", KL, 131_072, ("full", *LONG[1:], "topk+phi"), (0.01,), 0, 1),
     ]
 
@@ -265,7 +262,7 @@ def stages_of(options: argparse.Namespace) -> list[Stage]:
 
 
 def lead(options: argparse.Namespace) -> None:
-    """Begin the processes, pack what they write, collect and print."""
+    """Begin the processes, collect and print."""
     began = time.monotonic()
     folder = options.output / card()
     folder.mkdir(parents=True, exist_ok=True)
@@ -284,13 +281,9 @@ def lead(options: argparse.Namespace) -> None:
         placed = {"CUDA_VISIBLE_DEVICES": devices[i % len(devices)]} if devices else {}
         workers.append(subprocess.Popen(words, env=environment | placed, stdout=logs[-1], stderr=subprocess.STDOUT))
     end = began + 60 * (options.minutes + options.grace)
-    packed = time.monotonic()
     try:
         while any(w.poll() is None for w in workers) and time.monotonic() < end:
             time.sleep(1)
-            if time.monotonic() - packed > 60:
-                pack(options)
-                packed = time.monotonic()
     finally:
         for w in workers:
             if w.poll() is None:
@@ -302,25 +295,8 @@ def lead(options: argparse.Namespace) -> None:
             print(f"process {i}: {workers[i].returncode}\n" + (options.output / f"log-{i}.txt").read_text()[-1500:])
     rows = rows_of(options.output, options.against)
     write_rows("real", rows, options.output)
-    pack(options)
     show(rows)
     print(f"{time.monotonic() - began:.0f} s")
-
-
-def pack(options: argparse.Namespace) -> None:
-    """One archive of the output in the folder --back, or nothing."""
-    if options.back is None:
-        return
-    held = io.BytesIO()
-    with tarfile.open(fileobj=held, mode="w") as archive:
-        for path in sorted(options.output.rglob("*")):
-            if path.is_file():
-                archive.add(path, path.relative_to(options.output))
-    options.back.mkdir(parents=True, exist_ok=True)
-    place = options.back / f"real-{options.name}.tgz"
-    temporary = place.with_suffix(".part")
-    temporary.write_bytes(gzip.compress(held.getvalue()))
-    temporary.replace(place)
 
 
 def rows_of(output: Path, against: Sequence[str] = RIVALS_KL) -> list[dict[str, Any]]:
@@ -379,8 +355,8 @@ def even(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def without_places(command: str) -> str:
     """A process's command as it can be given elsewhere: folders and files by what they are (`--model MODEL`), without
-    where the archive went, the process's share, and the minutes that it had left."""
-    command = re.sub(r" --(?:back|shard) \S+", "", command)
+    the process's share and the minutes that it had left."""
+    command = re.sub(r" --shard \S+", "", command)
     command = re.sub(r"( --minutes) (\S+)(.*) --minutes \S+", r"\1 \2\3", command)
     return re.sub(r" --(model|weights|artifacts|router|phi|prompts|output) \S+",
                   lambda found: f" --{found[1]} {found[1].upper()}", command)
@@ -430,7 +406,6 @@ def main() -> None:
     parser.add_argument("--phi", type=Path)
     parser.add_argument("--prompts", type=Path)
     parser.add_argument("--output", type=Path)
-    parser.add_argument("--back", type=Path, help="folder that gets one archive of the output, anew every minute")
     parser.add_argument("--minutes", type=float, default=12.0, help="begin nothing after this time [minutes]")
     parser.add_argument("--grace", type=float, default=1.0, help="after which processes are stopped [minutes]")
     parser.add_argument("--processes", type=int, default=2, help="that share the devices, one after the other")

@@ -66,7 +66,7 @@ def test_a_router_that_has_learned_nothing_decodes(model) -> None:
 
 
 def test_commands_of_rows_have_no_places() -> None:
-    given = ("real.py --model /a/b --weights /a/b.gguf --artifacts /x --prompts p.gz --output /o --back /r "
+    given = ("real.py --model /a/b --weights /a/b.gguf --artifacts /x --prompts p.gz --output /o "
              "--minutes 8.0 --processes 2 --only main16 --shard 0/2 --minutes 7.80")
     assert real.without_places(given) == (
         "real.py --model MODEL --weights WEIGHTS --artifacts ARTIFACTS --prompts PROMPTS --output OUTPUT --minutes 8.0 "

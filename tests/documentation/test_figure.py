@@ -10,9 +10,10 @@ from benchmarks.pages import CURVES
 
 
 def test_points_are_rows_and_missing_ones_are_left_out(monkeypatch, tmp_path) -> None:
-    kl = [{"case": "coder-1.5b:text@32768", "method": m, "metric": "kl", "budget": b, "value": v}
-          for m, b, v in (("sketch+phi", 0.02, 0.005), ("sketch+phi", 0.01, 0.01), ("sketch", 0.01, 0.04),
-                          ("topk", 0.01, 0.02))]
+    few = "sketch:candidates=0.2"
+    kl = [{"case": "coder-1.5b-eight:text@32768", "method": m, "metric": "kl", "budget": b, "value": v}
+          for m, b, v in ((f"{few}+phi", 0.02, 0.005), (f"{few}+phi", 0.01, 0.01), (few, 0.01, 0.04),
+                          ("sketch+phi", 0.01, 0.003), ("topk", 0.01, 0.02))]
     ms = [{"case": "coder-30k-b8", "method": m, "metric": "loop_ms", "value": v, "budget": b}
           for m, b, v in (("dense", None, 8.0), ("sketch_phi", 0.01, 6.0), ("sketch_phi", 0.02, 6.5),
                           ("untrained", 0.01, 6.5))]
@@ -42,14 +43,17 @@ def test_memory_has_a_line_through_the_budgets_of_a_method(monkeypatch) -> None:
     assert curves.picture("offload") is None
 
 
-def test_times_with_keys_in_cpu_memory_meet_kl_of_their_budget(monkeypatch) -> None:
-    ms = [{"case": "coder-30k-b1", "method": m, "metric": "ms", "value": v} for m, v in (
+@pytest.mark.parametrize(("case", "model", "codes"), [
+    ("coder-30k-b1", "coder-1.5b", ""), ("coder-30k-b8", "coder-1.5b-eight", ":candidates=0.2")])
+def test_times_with_keys_in_cpu_memory_meet_kl_of_their_budget(monkeypatch, case, model, codes) -> None:
+    ms = [{"case": case, "method": m, "metric": "ms", "value": v} for m, v in (
         ("full", 2.0), ("sketch-1%", 2.6), ("sketch-5%", 2.7), ("sketch_phi-1%", 2.8), ("sketch_phi-1%@gpu", 2.4))]
-    kl = [{"case": "coder-1.5b:text@32768", "method": m, "metric": "kl", "budget": b, "value": v} for m, b, v in (
-        ("full", None, 0.0), ("sketch, 5 %", 0.05, 0.008), ("sketch", 0.01, 0.04), ("sketch+phi", 0.01, 0.007),
-        ("sketch+phi, 2 %", 0.02, 0.004), ("topk", 0.01, 0.03))]
+    kl = [{"case": f"{model}:text@32768", "method": m, "metric": "kl", "budget": b, "value": v} for m, b, v in (
+        ("full", None, 0.0), (f"sketch{codes}, 5 %", 0.05, 0.008), (f"sketch{codes}", 0.01, 0.04),
+        (f"sketch{codes}+phi", 0.01, 0.007), (f"sketch{codes}+phi, 2 %", 0.02, 0.004), ("topk", 0.01, 0.03))]
+    kl.append({**kl[2], "method": "sketch:fit=fixed", "value": 1.0})
     monkeypatch.setattr(curves, "load", lambda name: {"kl": kl, "offload": ms}[name])
-    found = curves.host_lines("coder-30k-b1", "ms")
+    found = curves.host_lines(case, "ms")
     assert found == {"sketch": [(2.6, 0.04), (2.7, 0.008)], "sketch + φ": [(2.8, 0.007)]}
 
 
