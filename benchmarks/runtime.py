@@ -108,6 +108,8 @@ def selectors(layer: Layer, wanted: list[str] | None) -> dict[str, Selector]:
                 made[f"faiss-{kind}"] = cls(token_budget=BUDGET, factory=kind)
             continue
         made[name] = selector
+        if name == "lfps":
+            made["lfps-equal"] = cls(token_budget=BUDGET, fills=True)
     return {k: v for k, v in made.items() if wanted is None or k in wanted}
 
 
@@ -118,15 +120,13 @@ def check() -> None:
     view = view_of(layer, 2048)
     truth = dense_step(layer, view, 0)
     for name, selector in selectors(layer, None).items():
-        if name in ("streaming", "magicpig", "lfps"):
+        if name in ("streaming", "magicpig", "lfps", "lfps-equal", "faiss-hnsw"):
             continue
         selector.token_budget = 1.0
         if name in ("quest", "pyramidkv"):
             selector.token_budget = 10_000
         if name == "pyramidkv":
             selector.beta = 1.0  # type: ignore[attr-defined]
-        if name == "faiss-hnsw":
-            continue
         build(view, selector, None)
         error = float((step(layer, view, selector, [], 0) - truth).norm() / truth.norm())
         assert error < 1e-3, f"{name} reads everything and differs by {error}"
