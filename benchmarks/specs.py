@@ -61,9 +61,9 @@ def ms(case: str, method: str, metric: str = "loop_ms", form: str = "{:.1f}", **
 
 
 def points(method: str, budget: float, against: str = "full", case: str = "ruler@16384", form: str = "{:+.1f}",
-           spread: str = "±", name: str = NOW, machine: str = H200) -> Cell:
+           spread: str = "±", name: str = NOW, machine: str = H200, of: str = "value") -> Cell:
     return Cell(rows="real", where=real(case, name, machine, method=method, budget=budget, against=against,
-                                        metric="difference"), form=form, spread=spread)
+                                        metric="difference"), form=form, spread=spread, of=of)
 
 
 BEFORE = "sketch:fit=fixed:candidates=0.1+phi"  # how the default of 490c9fa chose, with the maps of now
@@ -387,23 +387,10 @@ def kept(case: str, budget: float, machine: str = H200, name: str = MODEL) -> Ke
     return Kept(rows="real", where=real(case, name, machine, method="topk", budget=budget))
 
 
-def gained(case: str, budget: float, machine: str = H200, name: str = MODEL) -> Cell:
-    """Points that φ adds to exact top-k."""
-    return Cell(rows="real", where=real(case, name, machine, method="topk+phi", against="topk", budget=budget,
-                                        metric="difference"), form="{:+.1f}", spread="±")
-
-
-def completed_error(maps: str) -> Cell:
-    """Relative error of exact top-k at 1 %, completed by these maps."""
-    return Cell(rows="papers", form="{:.3f}", where={
-        "case": "completion, long-model, 8192 tokens, heldout, topk@0.01", "method": maps, "metric": "rel_err"})
-
-
 def micros(method: str) -> Cell:
     return Cell(rows="decode", where={"case": "4x1-171k-b1", "method": method, "metric": "us", "machine": H100})
 
 
-MILLION = "million, 1048576 tokens, one KV head of 128"
 SAAP = "saap, long-model, 8192 tokens"
 SAAP_TASKS = Table(
     "Saap on tasks, 16k tokens", "real", {"method": "chosen by"},
@@ -569,56 +556,30 @@ FIRST = Text(
      replace(points("sketch+phi", 0.01, form="{:.1f}", spread=""), scale=-1),
      replace(points("sketch+phi", 0.01, form="{}", spread=""), of="samples")))
 HERE = ["claim", "printed", "here", "of"]
-ON_H100 = "1.5B, RULER, 16k, 104 prompts, H100"
 GATHERED = "8B shape, H200; a chunk at a time, rows gathered, not as it ships"
+BY_LENGTH = ["claim", "printed", "16k", "32k", "64k", "128k"]
+TWICE = (("H100", H100, (MODEL, "coder-1.5b-32k", LONG, LONG)), ("H200", H200, (MODEL, "coder-1.5b-32k-more")))
+SHIPPED = (("16384", NOW, H200), ("32768", NOW, H200), ("65536", LONG, H100), ("131072", LONG, H100))
 PAPER_PAGE: dict[str, Any] = {
-    "topk": Grid("", HERE, [
-        ["score kept at 2 % of the tokens", "95 %", kept("ruler@16384", 0.02, H100), ON_H100],
-        ["", "", kept("ruler@16384", 0.02), "the same prompts, H200"],
-        ["", "", kept("ruler@32768", 0.02, H100, "coder-1.5b-32k"), "1.5B, RULER, 32k, 104 prompts, H100"],
-        ["", "", kept("ruler@32768", 0.02, name="coder-1.5b-32k-more"), "the same prompts, H200"],
-        *(["", "", kept(f"ruler@{n * 1024}", 0.02, H100, LONG), f"1.5B by YaRN, RULER, {n}k, {prompts} prompts, H100"]
-          for n, prompts in ((64, 104), (128, 52))),
-        ["score kept at 1 %", "95 %", kept("ruler@16384", 0.01, H100), ON_H100],
-        ["", "", kept("ruler@16384", 0.01), "the same prompts, H200"],
-        ["", "", kept("ruler@32768", 0.01, H100, "coder-1.5b-32k"), "1.5B, RULER, 32k, 104 prompts, H100"],
-        *(["", "", kept(f"ruler@{n * 1024}", 0.01, H100, LONG), f"1.5B by YaRN, RULER, {n}k, {prompts} prompts, H100"]
-          for n, prompts in ((64, 104), (128, 52))),
-        ["a needle among 1M tokens, k = 10, found", "all", Cell(rows="papers", form="{:.0f} %", scale=100, where={
-            "case": MILLION, "method": "flat", "metric": "needles", "machine": H200}),
-         "made-up keys of one KV head, 256 retrieved, the needle among the first ten; flat index"],
-        *([words, "", Cell(rows="runtime", form="{:.2f} ×", where={
-            "case": "cpu-128k-8b", "method": f"faiss-{index}", "metric": "speedup"}), of] for index, words, of in (
-                ("ivf", "a step by an inverted index, times as fast as full attention",
-                 "a layer of the 8B shape, random keys, 128k, two cores"),
-                ("flat", "… by a flat index", "the same"), ("hnsw", "… by a graph", "the same"))),
-    ]),
-    "completion": Grid("", HERE, [
-        ["points gained at the same k, 1 %", "+2.9 (1B), −0.1 (1.7B)", gained("ruler@16384", 0.01, H100), ON_H100],
-        ["", "", gained("ruler@16384", 0.01), "the same prompts, H200"],
-        ["", "", gained("ruler@32768", 0.01, H100, "coder-1.5b-32k"),
-         "1.5B, RULER, 32k, 104 prompts, maps of 32k, H100"],
-        ["", "", gained("ruler@32768", 0.01), "39 prompts, maps of 16k, H200"],
-        ["", "", gained("ruler@16384", 0.01, name=NOW), "as it ships, 16k, 52 prompts, H200"],
-        ["", "", gained("ruler@32768", 0.01, name=NOW), "as it ships, 32k, 39 prompts, H200"],
-        *(["", "", gained(f"ruler@{n * 1024}", 0.01, H100, LONG), f"as it ships, {n}k, {prompts} prompts, H100"]
-          for n, prompts in ((64, 104), (128, 52))),
-        *(["… behind sketches, the default, 1 %" if n == 16 else "", "", Cell(rows="real", where=real(
-            f"ruler@{n * 1024}", *of, method="sketch+phi", against="sketch", budget=0.01, metric="difference"),
-            form="{:+.1f}", spread="±"), f"as it ships, {n}k, {prompts} prompts, {WORDS[of[1]]}"]
-          for n, prompts, of in ((16, 260, (NOW, H200)), (32, 156, (NOW, H200)), (64, 104, (LONG, H100)),
-                                 (128, 52, (LONG, H100)))),
-        ["… at equal worst-case budgets, 2 %", "+1.4, +0.1", gained("worst@16384", 0.02),
-         "1.5B, RULER, 16k, 52 prompts"],
-        ["error at 1 %, maps as published", "", completed_error("phi_paper"),
-         "SmolLM2, tuned to 32k; 8k tokens, 4,000 steps"],
-        ["… of the default recipe's maps", "", completed_error("phi"), "the same"],
-        ["… without maps", "", completed_error("none"), "the same"],
-        *([said if kind == "ruler" else "", "", Cell(rows="kl", where={
+    "topk": Grid("", BY_LENGTH, [
+        [f"score kept at {percent(b)} of the tokens, {card}", "95 %" if machine == H100 else "", *(
+            kept(f"ruler@{16_384 << i}", b, machine, name) for i, name in enumerate(names)),
+         *[MISSING] * (4 - len(names))] for b in (0.02, 0.01) for card, machine, names in TWICE]),
+    "completion": Grid("", BY_LENGTH, [
+        *([words, printed, *(points(method, 0.01, against, f"ruler@{n}", form, spread, name, machine, of)
+                             for n, name, machine in SHIPPED)]
+          for said, first, method, against in (
+              ("points gained at the same k, 1 %", "+2.9 (1B), −0.1 (1.7B)", "topk+phi", "topk"),
+              ("… behind sketches, the default", "", "sketch+phi", "sketch"))
+          for words, printed, form, spread, of in ((said, first, "{:+.1f}", "±", "value"),
+                                                   ("… prompts", "", "{}", "", "samples"))),
+        ["points at equal worst-case budgets, 2 %", "+1.4, +0.1", points("topk+phi", 0.02, "topk", "worst@16384",
+                                                                         name=MODEL), *[MISSING] * 3],
+        *([f"KL at 1 %, {words}, {said}", "", Cell(rows="kl", where={
             "case": f"coder-1.5b-completion:{kind}@16384", "method": method, "metric": "kl", "budget": 0.01},
-            form="{:.4f}", spread="±"), f"{words}, 1.5B, 16k, 22,000 steps, H100"]
-          for said, method in (("KL at 1 %, maps as published", "topk+phi"), ("… without maps", "topk"))
-          for words, kind in (("RULER", "ruler"), ("text", "text"))),
+            form="{:.4f}", spread="±"), *[MISSING] * 3]
+          for words, kind in (("RULER", "ruler"), ("text", "text"))
+          for said, method in (("maps as published", "topk+phi"), ("no maps", "topk"))),
     ]),
     "saap": replace(SAAP_TASKS, title=""),
     "kernel": Grid("", HERE, [
