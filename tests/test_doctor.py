@@ -34,7 +34,8 @@ def test_json_says_the_same(cli) -> None:
     found = json.loads(run(cli, "--json"))
     assert set(found) == {"versions", "machine", "packages", "abilities"}
     assert found["versions"]["sparsekv"] == __version__
-    assert {"torch", "transformers", "lightning"} <= {p["name"] for p in found["packages"]}
+    names = [p["name"] for p in found["packages"]]
+    assert {"torch", "transformers", "lightning"} <= set(names) and len(names) == len(set(names))
     assert all(a["works"] or a["why"] for a in found["abilities"])
 
 

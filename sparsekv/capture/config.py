@@ -74,10 +74,7 @@ def check_options(config: CaptureConfig) -> None:
     """Raises SparseKVError for options that no model and no corpus could satisfy."""
     check_ranges(config)
     check_choice("split", config.split, SPLITS)
-    if config.synthetic_documents >= config.num_documents:
-        raise SparseKVError(f"--synthetic-documents {config.synthetic_documents} leaves none of the "
-                            f"{config.num_documents} windows to the corpus; ask for fewer, or for more "
-                            "--num-documents")
+    check_synthetic(config.synthetic_documents, config.num_documents)
     if config.sink_size + config.window_size >= config.context_length:
         raise SparseKVError(f"sink ({config.sink_size}) and window ({config.window_size}) leave no mid region in "
                             f"{config.context_length} tokens; use a longer --context-length")
@@ -87,6 +84,13 @@ def check_options(config: CaptureConfig) -> None:
     dataset_options(config)
     if config.layers is not None:
         parse_layers(config.layers)
+
+
+def check_synthetic(synthetic: int, documents: int) -> None:
+    """Raises SparseKVError for so many synthetic windows that none of all comes from the corpus."""
+    if synthetic >= documents:
+        raise SparseKVError(f"--synthetic-documents {synthetic} leaves none of the {documents} windows to the corpus; "
+                            "ask for fewer, or for more --num-documents")
 
 
 def dataset_options(config: CaptureConfig) -> dict[str, Any]:

@@ -40,7 +40,8 @@ def open_cells(path: Path, header: dict[str, Any], artifacts: dict[str, str], re
     differ = [k for k in header if k != "origin" and known.get(k, header[k]) != header[k]]
     if differ:
         raise SparseKVError(f"{str(path)!r} was measured with other {', '.join(differ)} "
-                            f"({', '.join(str(known[k]) for k in differ)}); choose another --output")
+                            f"({', '.join(str(known[k]) for k in differ)}); choose another --output, or --overwrite "
+                            "without --resume")
     for kind, digest in artifacts.items():
         others = {c[kind] for c in cells if kind in c} - {digest}
         if others:

@@ -174,7 +174,7 @@ def _run(config: EvalConfig, checked: Checked, output: Path) -> EvalResult:
     if beyond is not None:
         print(beyond, file=sys.stderr)
     kind = _kind(output)
-    if config.overwrite and not config.resume and _own(output, "cells*.jsonl", CELLS):
+    if config.overwrite and _own(output, "cells*.jsonl", CELLS):
         requests_there = _own(output, "*.jsonl*", REQUESTS)
         kind.prepare(output, True, keep=requests_there)
     evaluator = Evaluator(model, tokenizer, requests, output=output, router=checked.router, phi=checked.phi,
@@ -281,6 +281,8 @@ def _check(config: EvalConfig) -> Checked:
         sketches = router is not None and router.config.sketch_bytes
         there = {"router": router is not None, "sketches": sketches, "phi": phi is not None}
         names = usual_methods([kind for kind, found in there.items() if found])
+    if config.resume and config.overwrite:
+        raise SparseKVError("--resume goes on with what --output holds and --overwrite begins anew; give one of them")
     shared = SparseConfig.of(config)
     methods = parse_methods(["full", *names], budgets, shared)
     for kind, given in (("router", router), ("phi", phi)):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from sparsekv.core.registry import ESTIMATOR_ROWS, NONE, SELECTOR_ROWS
-from sparsekv.util.config import check_ranges, number_or_word, option
+from sparsekv.util.config import check_ranges, number_or_word, object_or_word, option
 from sparsekv.util.errors import SparseKVError, brief, check_choice
 
 GROUP = "Sparse decoding"
@@ -34,7 +34,7 @@ class SparseConfig:
         "sketches (and no probes are given), else router; without one sketch where a budget is given, else dense."))
     token_budget: int | float | None = option(None, flag=float, min=0, group=GROUP, help=(
         "Tokens retrieved per query and KV head: below 1 (in Python and JSON: a float) a share of the context, from 1 "
-        "on (an int) a count [tokens]; without it the selector's own."))
+        "on (an int) a count [tokens]. Every selector needs one, or probes; dense and streaming spend none."))
     completion: str | None = option(None, objects="Estimator", group=GROUP, help=lambda: (
         f"What estimates the attention to what is not read: {', '.join((*ESTIMATOR_ROWS, NONE))}; without it phi if "
         "there are feature maps, centroid where nothing was trained, else none."))
@@ -61,9 +61,10 @@ class SparseConfig:
         "What keys and values may take of the GPU's memory [GB], or auto: what is free there; caches that need more go "
         "to CPU memory, as with placement offload. Rows of them that were read lately stay on the GPU, as many as fit "
         "in; without a number, and with auto, four times those that a step reads. At most half of what is free."))
-    prefill: str | dict[str, Any] = option("dense", objects="SparsePrompts", flag=str, group=GROUP, help=(
-        "How prompts are read: dense, or sparse, by blocks that read a list of the blocks before them; in Python a "
-        "SparsePrompts and in JSON an object with some of its fields say how."))
+    prefill: str | dict[str, Any] = option("dense", objects="SparsePrompts", flag=str, parser=object_or_word,
+                                           metavar="dense|sparse|JSON", group=GROUP, help=(
+        "How prompts are read: dense, or sparse, by blocks that read a list of the blocks before them; a JSON object "
+        "with some of the fields of SparsePrompts, in Python a SparsePrompts, says how."))
     options: dict[str, Any] = option(dict, flag=None, help="The selector's other options, by name.")
 
     @classmethod
@@ -140,8 +141,8 @@ class SparseConfig:
         if isinstance(self.prefill, dict) and set(self.prefill) <= set(names):
             return SparsePrompts(**self.prefill)
         if self.prefill not in ("dense", "sparse"):
-            raise SparseKVError(f"prefill is {self.prefill!r}; expected dense, sparse, or a SparsePrompts, of which "
-                                f"JSON has an object with some of {', '.join(names)}")
+            raise SparseKVError(f"prefill is {self.prefill!r}; expected dense, sparse, or a JSON object (in Python "
+                                f"a SparsePrompts) with some of {', '.join(names)}")
         return SparsePrompts() if self.prefill == "sparse" else None
 
     def selector_options(self) -> dict[str, Any]:

@@ -224,6 +224,8 @@ def untrained(selector: Selector) -> bool:
 def _default(router: RouterArtifact | None, options: dict[str, Any]) -> str:
     """The selector where none is named: the best that the artifact has been trained for, and with a budget alone the
     best that needs none."""
+    if router is None and options.get("probes") is not None:
+        return "router"  # whose sentence says that it needs a trained one
     if router is None and options.get("token_budget") is not None:
         return next(row.name for row in SELECTOR_ROWS.values() if row.untrained)
     sketches = router is not None and router.sketch is not None and options.get("probes") is None

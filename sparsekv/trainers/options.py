@@ -19,7 +19,8 @@ class TrainingOptions:
     capture: str = option(help="Capture store to train on (folder).")
     output: str = option(help="Folder of the new artifact.")
     validation_documents: int = option(0, group="Run", min=0, help="Last windows of the capture, kept for validation; "
-                                       "0 takes a tenth of them, 1 to 4 [windows].")
+                                       "0 takes a tenth of them, 1 to 4. Earlier windows of the same source documents "
+                                       "are left out of training, where enough others are left [windows].")
     max_time: str | None = option(None, group="Run", help="Stop training after this long, and save what there is "
                                   "[DD:HH:MM:SS or HH:MM:SS]; without it no limit.")
     layer_group: int = option(0, group="Run", min=0, help="Layers trained at once, as memory allows; 0 takes all "

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from sparsekv.capture.config import check_synthetic
 from sparsekv.capture.corpus import check_corpus
 from sparsekv.capture.store.manifest import MANIFEST
 from sparsekv.trainers.estimate import CPU_THREAD, GPU, Estimate, ModelShape, Work, estimate, shape_of, store_bytes
@@ -94,7 +95,8 @@ class TrainConfig:
     device: str = option("auto", help="auto, cpu, cuda, or balanced (the model over all GPUs, training on the first).",
                          group="Running")
     seed: int = option(0, help="Seed of every random choice.", group="Running", **SEEDS)
-    dry_run: bool = option(False, help="Say what it would take, and stop.", group="Running")
+    dry_run: bool = option(False, group="Running", help="Say what it would take, and stop; of the corpus only the "
+                           "first text is read.")
     overwrite: bool = option(False, help="Replace an existing training.", group="Running")
 
 
@@ -317,6 +319,7 @@ def planned(config: TrainConfig, sizes: Sizes, shape: ModelShape, longest: int, 
         LEAST_WINDOWS, min(TOKENS // length, ROOM // store_bytes(shape, 1, length, queries)))
     phi = {**sizes.phi, **({} if config.phi_steps is None else {"max_steps": config.phi_steps})}
     made = documents // 4 if config.synthetic_documents is None else config.synthetic_documents
+    check_synthetic(made, documents)
     plan = TrainingPlan(documents, made, length, queries, 0, sizes.router, phi)
     fit = estimate(shape, _work(plan), GPU).layers_at_once(memory, shape.layers)
     return replace(plan, layer_group=0 if fit == shape.layers else fit)

@@ -4,6 +4,7 @@ validation windows."""
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -156,8 +157,11 @@ def split_documents(store: CaptureStore, validation: int) -> tuple[list[int], li
     kept = _sources(store, range(cut, store.num_documents))
     apart = [i for i in range(cut) if kept and kept.isdisjoint(_sources(store, [i]))]
     written = sum(_sources(store, [i]) == {SYNTHETIC} for i in range(cut))
-    enough = 2 * (len(apart) - written) >= cut - written
-    return apart if enough else list(range(cut)), list(range(cut, store.num_documents))
+    train = apart if 2 * (len(apart) - written) >= cut - written else list(range(cut))
+    if len(train) < cut:
+        print(f"{cut - len(train)} of {store.num_documents} windows share a source document with the {validation} for "
+              "validation and are left out", file=sys.stderr)
+    return train, list(range(cut, store.num_documents))
 
 
 def _sources(store: CaptureStore, documents: Iterable[int]) -> set[str]:

@@ -4,6 +4,7 @@ it, and `check_ranges` is what refuses a value, wherever it came from."""
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -55,6 +56,15 @@ def number_or_word(text: str) -> float | str:
         return text
 
 
+def object_or_word(text: str) -> Any:
+    """The command line's text for a field that takes a JSON object and words."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return text
+    return found if isinstance(found, dict) else text
+
+
 def flag_of(name: str) -> str:
     """The command line's name of a field."""
     return f"--{name.replace('_', '-')}"
@@ -83,13 +93,16 @@ def check_ranges(options: Any, name: Callable[[str], str] = flag_of, *, least: f
         elif type(value) in (int, float) and not (
                 (low is None or low <= value) and (high is None or value <= high)):
             what = WORDS[number or int]
-        else:
-            if field.metadata["choices"] and isinstance(value, str):
+        elif field.metadata["choices"] and isinstance(value, str) and value not in field.metadata["choices"]:
+            if number is None:
                 check_choice(name(field.name), value, field.metadata["choices"])
+            what = WORDS[number or int]
+        else:
             continue
         bounds = "" if number is None or low is None else f" from {low:g} on" if high is None else (
             f" from {low} to {high}")
-        raise SparseKVError(f"{name(field.name)} must be {what}{bounds}, found {brief(value)}")
+        either = f", or {', '.join(field.metadata['choices'])}" if number and field.metadata["choices"] else ""
+        raise SparseKVError(f"{name(field.name)} must be {what}{bounds}{either}, found {brief(value)}")
 
 
 def whole(name: str, value: Any, least: int = 0, most: int = MOST) -> None:

@@ -113,7 +113,10 @@ def _wanted() -> list[tuple[Any, str]]:
 
 def _packages() -> Iterator[Package]:
     """What the installed sparsekv asks for, and of its extras what is here."""
+    first: dict[str, tuple[Any, str]] = {}
     for requirement, extra in _wanted():
+        first.setdefault(requirement.name, (requirement, extra))
+    for requirement, extra in first.values():
         try:
             found = metadata.version(requirement.name)
         except metadata.PackageNotFoundError:

@@ -329,8 +329,10 @@ def test_a_killed_run_goes_on_where_it_was(forks, tmp_path, saved_model) -> None
         return [{k: v for k, v in r.items() if k not in ("command", "seconds")} for r in rows]
 
     assert values(resumed.rows) == values(fresh.rows)
-    with pytest.raises(SparseKVError, match="other requests"):
+    with pytest.raises(SparseKVError, match=r"other requests .*or --overwrite without --resume"):
         run_eval(EvalConfig(**{**options, "seed": 1}, resume=True))
+    with pytest.raises(SparseKVError, match="give one of them"):
+        run_eval(EvalConfig(**options, resume=True, overwrite=True))
     assert all({"seed", "budget", "samples", "corpus", "task", "length", "machine", "commit"} <= set(r)
                for r in fresh.rows)
     found = {(r["case"], r["metric"]) for r in fresh.rows if r["method"] == "topk"}

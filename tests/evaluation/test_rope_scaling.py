@@ -48,6 +48,9 @@ def test_training_captures_with_it(tmp_path) -> None:
     assert made.rope_scaling == SCALED
 
 
-def test_what_is_no_scaling_is_refused(saved_model, tmp_path) -> None:
-    with pytest.raises(SparseKVError, match="is not JSON"):
-        generate(GenerateConfig(model=str(saved_model), prompt="hi", rope_scaling="yarn", **MACHINE))
+@pytest.mark.parametrize(("scaling", "said"), [
+    ("yarn", "is not JSON"), ("{}", "changes nothing"), ('{"rope_type": "other"}', "unknown rope_type 'other'"),
+    ('{"rope_type": "yarn"}', "needs 'factor' too"), ('{"factor": 2.0}', "no rope_type")])
+def test_what_is_no_scaling_is_refused(saved_model, scaling, said) -> None:
+    with pytest.raises(SparseKVError, match=said):
+        generate(GenerateConfig(model=str(saved_model), prompt="hi", rope_scaling=scaling, **MACHINE))

@@ -151,7 +151,7 @@ def test_short_caches_are_decoded_densely_until_they_are_long(placement: str) ->
 BAD = [
     ({"selector": "nope", "token_budget": 1}, "unknown selector"),
     ({"selector": "router"}, "router"),
-    ({"selector": "topk"}, "needs token_budget"),
+    ({"selector": "topk"}, "needs a token budget"),
     ({"selector": "topk", "token_budget": 1.5}, "share of the context"),
     ({"selector": "topk", "token_budget": 2**63}, "at most 2147483647 tokens"),
     ({"selector": "topk", "token_budget": -3}, "from 0 on, found -3"),

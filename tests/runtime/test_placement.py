@@ -159,7 +159,7 @@ def test_too_little_memory_of_the_cpu_is_refused_before_the_prompt_is_read(monke
             attachment.generate(prompt(80), **OPTIONS)
     with pytest.raises(SparseKVError, match="give one of them"):
         attach(model, router=router, placement="cpu", kv_memory=1.0)
-    with pytest.raises(SparseKVError, match="unknown kv_memory 'much'"):
+    with pytest.raises(SparseKVError, match="kv_memory must be a finite number from 0 on, or auto, found 'much'"):
         attach(model, router=router, kv_memory="much")
 
 

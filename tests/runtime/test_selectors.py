@@ -98,7 +98,7 @@ def test_topk(case):
 
 
 @pytest.mark.parametrize(("name", "options", "message"), [
-    ("topk", {}, "topk needs token_budget"), ("topk", {"token_budget": 3, "accounting": "none"}, "accounting 'none'"),
+    ("topk", {}, "topk needs a token budget"), ("topk", {"token_budget": 3, "accounting": "none"}, "accounting 'none'"),
     ("token_select", {"token_budget": 3, "vote": "loud"}, "vote 'loud'"), ("router", {}, "needs a trained router")])
 def test_options_are_checked_wherever_a_selector_is_built(name, options, message):
     before, _, _ = make_view()

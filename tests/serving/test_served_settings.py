@@ -109,9 +109,9 @@ def test_how_prompts_are_read(folder: Path) -> None:
     ({"router": "router", "probes": 3}, "probes 3; expected none"),
     ({"router": "router", "recommended": "a.json"}, "an entry 'recommended'; expected some of artifacts, "),
     ({"format": "sparsekv-settings", "layers": {"1": {"budget": 0.1}}}, "budgets and gates by layer, which are not"),
-    ({"router": "router", "prefill": "half"}, "prefill is 'half'; expected dense, sparse, or a SparsePrompts"),
+    ({"router": "router", "prefill": "half"}, "prefill is 'half'; expected dense, sparse, or a JSON object"),
     ({"router": "router", "prefill": True}, "prefill must be .*, found True"),
-    ({"router": "router", "prefill": {"chunk": 3}}, "'chunk': 3.*object with some of share, least, exact"),
+    ({"router": "router", "prefill": {"chunk": 3}}, "'chunk': 3.*with some of share, least, exact"),
     ({"router": "router", "prefill": {"share": 2}}, "share must be a finite number from 0.0 to 1.0, found 2"),
     ({"router": "router", "prefill": {"exact": None}}, "exact must be a whole number from 0 .*, found None"),
 ])

@@ -100,6 +100,8 @@ def test_one_command_and_one_name(place: Path, capsys) -> None:
 def test_it_says_what_it_takes_and_writes_nothing(place: Path, capsys) -> None:
     said = run_train(config(place, "dry", dry_run=True)).summary()
     assert "nothing was written" in said and not (place / "dry").exists()
+    with pytest.raises(SparseKVError, match="leaves none of the 3 windows"):
+        run_train(config(place, "dry", dry_run=True, synthetic_documents=3))
     shown = capsys.readouterr().err
     for part in ("3 windows of 192 tokens", "3 of 3 layers", "for the capture", "GB free", "capture 1 s", "on text 1 s",
                  "estimated", "docs/results/training.md", "docs/start.md"):

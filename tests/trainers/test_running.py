@@ -254,11 +254,12 @@ def test_contradictions_are_refused(store, tmp_path) -> None:
     assert TrainingOptions("c", "o", max_time="1:00:00:01").seconds() == 86_401
 
 
-def test_windows_of_one_source_stay_together(store) -> None:
+def test_windows_of_one_source_stay_together(store, capsys) -> None:
     fake = CaptureStore.open(store)
     for document, sources in zip(fake.documents, (["a"], ["b"], ["b", "c"], ["c", "d"]), strict=True):
         document["sources"] = sources
     assert split_documents(fake, 1) == ([0, 1], [3])
+    assert "1 of 4 windows share a source document with the 1 for validation" in capsys.readouterr().err
     for document in fake.documents:
         document["sources"] = ["one file"]
     assert split_documents(fake, 1) == ([0, 1, 2], [3])

@@ -198,18 +198,31 @@ def _set_rope(config: Any, rope_scaling: str | dict[str, Any]) -> None:
     text = config.get_text_config()
     present = dict(getattr(text, "rope_parameters", None) or {})
     kind, factor = rope_scaling.get("rope_type", present.get("rope_type")), rope_scaling.get("factor")
+    if not rope_scaling:
+        raise SparseKVError('the rope scaling {} changes nothing; expected for example '
+                            '{"rope_type": "yarn", "factor": 4.0}')
     if factor is not None and not (type(factor) in (int, float) and 1 <= factor <= MOST_ROPE):
         raise SparseKVError(f"the factor of a rope scaling must be a number from 1 to {MOST_ROPE}, found {factor!r}")
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    if kind is not None:
+        check_choice("rope_type", kind, ("default", *ROPE_INIT_FUNCTIONS))
     if factor and kind in (None, "default"):
         raise SparseKVError(f"rope scaling {json.dumps(rope_scaling)} has a factor but no rope_type; expected for "
                             'example {"rope_type": "yarn", "factor": 4.0}')
-    trained = rope_scaling.get("original_max_position_embeddings", text.max_position_embeddings)
+    given, trained = rope_scaling, rope_scaling.get("original_max_position_embeddings", text.max_position_embeddings)
     if kind not in (None, "default"):
         rope_scaling = {"original_max_position_embeddings": trained, **rope_scaling}
     if "full_attention" in present:  # parameters by kind of layer: the global ones are meant
         text.rope_parameters = {**present, "full_attention": {**present["full_attention"], **rope_scaling}}
     else:
         text.rope_parameters = {**present, **rope_scaling}
+    if "full_attention" not in present and kind not in (None, "default"):
+        try:
+            ROPE_INIT_FUNCTIONS[kind](text, "cpu")
+        except KeyError as error:
+            raise SparseKVError(f"rope scaling of rope_type {kind!r} needs {str(error).strip(chr(39))!r} too; found "
+                                f"{json.dumps(given)}") from error
     if factor and kind != "dynamic":  # dynamic scaling begins past the positions that the model names
         text.max_position_embeddings = int(trained * factor)
 

@@ -52,8 +52,8 @@ class Selector(RowState):
         """Refuse impossible options; changes nothing. Raises SparseKVError."""
         check_choice("accounting", self.accounting, ACCOUNTINGS)
         if self.spends is not Spends.NOTHING and self.spent_budget is None and not self.reads_without_budget:
-            raise SparseKVError(f"selector {self.name} needs token_budget: tokens (an integer) or a share of the "
-                                "context (a float)")
+            raise SparseKVError(f"selector {self.name} needs a token budget: a count of tokens, or below 1 a share of "
+                                "the context")
         check_budget(self.token_budget)
 
     def extend(self, view: Any, old: Regions) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any, NamedTuple
 
 import torch
@@ -51,8 +50,10 @@ class Ahead:
         self.coming = None
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # at exit CUDA may be gone
+        try:
             self.stop()
+        except Exception:  # at exit CUDA and the names of modules may be gone
+            pass
 
     def _start(self, layer: Any, device: torch.device, length: int) -> Coming:
         tokens, data = layer.get_seq_length(), self._room(layer, device, length)
