@@ -605,9 +605,9 @@ PAPER_PAGE: dict[str, Any] = {
         ["first token of a prompt of 128k tokens, times as fast", "", Cell(rows="prefill", form="{:.2f} ×", where={
             "case": "8b-128k-b1", "method": "token_select", "metric": "first_token_speedup"}),
          "8B shape, H200; rows read in place"],
-        ["points at 2 %", "", Cell(rows="real", where=real("ruler@16384", method="token_select", against="full",
-                                                          budget=0.02, metric="difference"),
-                                   form="{:+.1f}", spread="±"), "1.5B, RULER, 16k, 52 prompts"],
+        *([f"points at 2 %, {n}k tokens", "", points("token_select", 0.02, case=f"ruler@{n * 1024}", name=name,
+                                                    machine=machine), f"1.5B, RULER, {prompts} prompts"]
+          for n, name, machine, prompts in ((16, MODEL, H200, 52), (64, LONG, H100, 104), (128, LONG, H100, 52))),
         ["score past the trained length, contiguous positions", "65.4", Cell(rows="papers", where={
             "case": "extrapolate, SmolLM2-135M-Instruct, 16384 tokens", "method": "token_select, contiguous",
             "metric": "score"}), "SmolLM2, 12 prompts of six tasks, 16k, trained on 8k; full attention 0"],
