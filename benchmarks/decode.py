@@ -228,7 +228,7 @@ class Buffers:
         return torch.nn.functional.scaled_dot_product_attention(self.q[:, :, None], self.k, self.v, enable_gqa=True)
 
 
-def timed(steps: list[Callable[[], torch.Tensor]], rows: int, replays: int = 15) -> float:
+def timed(steps: list[Callable[[], torch.Tensor]], rows: int) -> float:
     """Microseconds a step, median over replays of one CUDA graph that runs every buffer set in turn."""
     stream = recording_stream(torch.device("cuda"), rows)
     stream.wait_stream(torch.cuda.current_stream())  # which may still be making the buffers
@@ -246,7 +246,7 @@ def timed(steps: list[Callable[[], torch.Tensor]], rows: int, replays: int = 15)
     for _ in range(3):
         graph.replay()
     times = []
-    for _ in range(replays):
+    for _ in range(15):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         graph.replay()

@@ -39,7 +39,6 @@ SHAPES = {"smollm2-135m": (9, 3, 64), "8b": (32, 8, 128)}
 class Layer(NamedTuple):
     keys: torch.Tensor
     values: torch.Tensor
-    centers: torch.Tensor
     queries: torch.Tensor
     recent: torch.Tensor
 
@@ -59,7 +58,7 @@ def make_layer(shape: str, length: int, steps: int, device: str = "cpu", dtype: 
         q = picked.repeat_interleave(heads_q // heads_kv, 0)[None]
         return (q * 1.2 + 0.5 * torch.randn(q.shape, **options)).to(dtype)
 
-    return Layer(keys, values, centers, queries(steps), queries(64))
+    return Layer(keys, values, queries(steps), queries(64))
 
 
 def view_of(layer: Layer, length: int) -> LayerView:

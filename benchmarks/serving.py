@@ -163,7 +163,7 @@ def backend_of(method: str) -> dict[str, Any]:
     return {"backend": "CUSTOM"} if method in OURS else {"backend": "FLASH_ATTN", "flash_attn_version": 3}
 
 
-def environment(method: str) -> dict[str, str]:
+def environment() -> dict[str, str]:
     """Of an engine's process: the engine in it, nothing fetched, no settings yet."""
     env = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
            "VLLM_HOST_IP": os.environ.get("VLLM_HOST_IP", "127.0.0.1"),
@@ -371,7 +371,7 @@ def _in_a_process(
     cases: list[str], method: str, device: int | None, options: argparse.Namespace,
 ) -> dict[str, list[int]]:
     """Measures cases of one engine, and gives the tokens that it said of each."""
-    env, said = environment(method), {}
+    env, said = environment(), {}
     if device is not None:
         env["CUDA_VISIBLE_DEVICES"] = str(device)
     with tempfile.TemporaryDirectory() as place:

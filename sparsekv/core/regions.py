@@ -56,6 +56,8 @@ class Regions:
 
     @classmethod
     def at_prefill_end(cls, starts: Tensor, length: int, sink_size: int, window_size: int) -> Regions:
+        """Make those at the end of a prefill. starts: first token of every row `[B]` int64; length of the cache, sink
+        and window [tokens]."""
         return cls(starts, torch.clamp(starts, min=length - window_size), length, sink_size)
 
     @classmethod

@@ -26,12 +26,12 @@ def look(method: str) -> tuple[str, str, Any]:
     return name, GREY if row is None else row.colour, style if plain(method) == method else ":"
 
 
-def end_labels(axes: Any, ends: Mapping[str, float], top: float, last: int, least: float = 0.0) -> None:
+def end_labels(axes: Any, ends: Mapping[str, float], top: float, last: int) -> None:
     """Methods at the right of the plot, each after a piece of its line, moved apart where two would touch. ends: the
-    height at which a method's line ends; last: where the lines end; least: the height at which the axis begins."""
+    height at which a method's line ends; last: where the lines end."""
     beside = axes.get_yaxis_transform()  # across in parts of the plot's width, up in data
     methods = sorted(ends, key=ends.__getitem__)
-    for method, height in zip(methods, _apart([ends[m] for m in methods], 0.062 * (top - least), top), strict=True):
+    for method, height in zip(methods, _apart([ends[m] for m in methods], 0.062 * top, top), strict=True):
         name, colour, style = look(method)
         axes.plot([1.02, 1.08], [height] * 2, color=colour, linestyle=style, linewidth=1.7, clip_on=False,
                   transform=beside)

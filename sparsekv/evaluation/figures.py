@@ -46,11 +46,10 @@ def score_by_budget(rows: Sequence[Mapping[str, Any]], case: str, methods: Seque
 
 
 def score_by_bytes(
-    rows: Sequence[Mapping[str, Any]], case: str, methods: Sequence[str] | None = None, least: float = 0.0,
+    rows: Sequence[Mapping[str, Any]], case: str, methods: Sequence[str] | None = None,
 ) -> Drawing:
     """Score of the methods (all without `methods`) over what a step of theirs reads of the cache's bytes (`bytes_share`
-    of rows of metric `score`), a line a method through its budgets; full attention is the height to reach. least: the
-    score at which the axis begins."""
+    of rows of metric `score`), a line a method through its budgets; full attention is the height to reach."""
     figure, axes = canvas()
     known = _scored(rows, case, methods)
     ends, shares = {}, []
@@ -66,9 +65,9 @@ def score_by_bytes(
             shares += [x for x, _ in line]
             x, y = zip(*line, strict=True)
             axes.plot(x, y, color=colour, linestyle=style, linewidth=1.7, marker="o", markersize=3.5)
-    top = max([least + 1.0, *(r["value"] for r in known)])
-    end_labels(axes, ends, top, 1, least)
-    axes.set_ylim(least, least + 1.04 * (top - least))
+    top = max([1.0, *(r["value"] for r in known)])
+    end_labels(axes, ends, top, 1)
+    axes.set_ylim(0, 1.04 * top)
     axes.set_xscale("log")
     low, high = min(shares, default=0.01), max(shares, default=1.0)
     axes.set_xlim(low / 1.15, high * 1.15)

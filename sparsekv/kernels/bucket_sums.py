@@ -91,6 +91,6 @@ def launch_against(x: Tensor, table: Tensor, bucket: Tensor, *, apart: bool) -> 
     batch, heads, length, width = x.shape
     out = torch.empty(batch, heads, length, dtype=torch.float32, device=x.device)
     rows_kernel[(batch * heads, -(-length // COMPARED_AT_ONCE))](
-        x, table, bucket, out, heads, table.shape[2], length, *x.stride()[:3], *table.stride()[:2], DIM=width,
+        x, table, bucket, out, heads, length, *x.stride()[:3], *table.stride()[:2], DIM=width,
         WIDTH=padded(width), BLOCK=COMPARED_AT_ONCE, APART=apart, num_warps=WARPS)
     return out

@@ -32,9 +32,9 @@ def sums_kernel(
     tl.store(sums + (at * num_buckets + bucket) * DIM + width, total, mask=width < DIM)
 
 
-@triton.jit(do_not_specialize=["heads", "num_buckets", "length"])
+@triton.jit(do_not_specialize=["heads", "length"])
 def rows_kernel(
-    x, table, bucket, out, heads, num_buckets, length, x_row, x_head, x_token, t_row, t_head,
+    x, table, bucket, out, heads, length, x_row, x_head, x_token, t_row, t_head,
     DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, APART: tl.constexpr,
 ):
     """Product of BLOCK rows with their bucket's row of the table, or their distance from it."""

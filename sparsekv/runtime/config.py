@@ -34,10 +34,11 @@ class SparseConfig:
         "sketches (and no probes are given), else router; without one sketch where a budget is given, else dense."))
     token_budget: int | float | None = option(None, flag=float, min=0, group=GROUP, help=(
         "Tokens retrieved per query and KV head: below 1 (in Python and JSON: a float) a share of the context, from 1 "
-        "on (an int) a count [tokens]. Every selector needs one, or probes; dense and streaming spend none."))
+        "on (an int) a count [tokens]. Without it router and sketch take 0.05 and magicpig what it samples; dense and "
+        "streaming spend none, the others need one."))
     completion: str | None = option(None, objects="Estimator", group=GROUP, help=lambda: (
         f"What estimates the attention to what is not read: {', '.join((*ESTIMATOR_ROWS, NONE))}; without it phi if "
-        "there are feature maps, centroid where nothing was trained, else none."))
+        "there are feature maps, centroid for sketch where nothing was trained, else none."))
     probes: int | None = option(None, group=GROUP, help=(
         "Buckets read whole per query and KV head, instead of a token budget; selector router [buckets]."))
     candidates: float | None = option(None, group=GROUP, help=(

@@ -25,7 +25,7 @@ from sparsekv.runtime.config import SparseConfig
 from sparsekv.util.config import check_ranges, whole
 from sparsekv.util.errors import SparseKVError, check_choice
 
-MOST_BUCKETS = 65536
+MOST_BUCKETS = 32767
 ARTIFACTS: dict[str, type[RouterArtifact] | type[PhiArtifact]] = {"router": RouterArtifact, "phi": PhiArtifact}
 
 

@@ -12,6 +12,7 @@ QUINTIC = (3.4445, -4.7750, 2.0315)
 """Coefficients of the Newton-Schulz step that Jordan et al. fitted to bring singular values to 0.7 … 1.2 soon."""
 STEPS = 3
 """Theirs are five; here three serve as well (docs/log/maps.md) and cost less."""
+MOMENTUM = 0.95
 RMS = 2 / 3
 """Root mean square of a step at rate 1. Adam's is about 0.2 after a while (Liu et al. 2025) and nearly 1 at first; with
 this one the learning rate that suits Adam suits Muon."""
@@ -24,22 +25,21 @@ class Muon(torch.optim.Optimizer):
     All directions of a step are about equally long, those in which gradients are small too.
     """
 
-    def __init__(self, params: Iterable[Tensor], lr: float | Tensor, *, momentum: float = 0.95,
-                 weight_decay: float = 0.0):
-        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+    def __init__(self, params: Iterable[Tensor], lr: float | Tensor, *, weight_decay: float = 0.0):
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            rate, beta = group["lr"], group["momentum"]
+            rate = group["lr"]
             for p in group["params"]:
                 if p.grad is None:
                     continue
                 if not self.state[p]:
                     self.state[p]["momentum"] = torch.zeros_like(p)
                 mean = self.state[p]["momentum"]
-                mean.lerp_(p.grad, 1 - beta)
-                step = orthogonal(p.grad.lerp(mean, beta)).mul_(RMS * max(p.shape[-2:]) ** 0.5)
+                mean.lerp_(p.grad, 1 - MOMENTUM)
+                step = orthogonal(p.grad.lerp(mean, MOMENTUM)).mul_(RMS * max(p.shape[-2:]) ** 0.5)
                 p.mul_(1 - rate * group["weight_decay"]).sub_(step.mul_(rate))
 
 

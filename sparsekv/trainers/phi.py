@@ -111,8 +111,9 @@ class PhiConfig(TrainingOptions):
     lr: float | None = recipe_option(RECIPES, "lr", group="Training",
                                      help="Peak learning rate (warm-up, cosine to zero).")
     centred: bool | None = recipe_option(RECIPES, "centred", group="Training",
-                                         help="Half of the features see keys without the request's mean key, whose "
-                                              "score is added exactly (not in the paper).")
+                                         help="Half of the units of the map of keys see keys without the request's "
+                                              "mean key, whose score is added exactly to half of the features (not in "
+                                              "the paper).")
     output_weight: float | None = recipe_option(RECIPES, "output_weight", group="Training", min=0.0,
                                                 help="λ of the output's own relative error, with sink and tail exact "
                                                      "and with the best 2 % of the keys exact too (not in the paper; "

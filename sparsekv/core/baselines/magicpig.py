@@ -119,7 +119,7 @@ class MagicPIG(Selector):
         self.asked = asked[:, :, -1]
         sampled = collisions(self.codes, asked)
         sampled &= view.regions.mid_mask(0, self.codes.shape[2])[:, None, None]
-        tokens, share = self._list(view, sampled)
+        tokens, share = self._list(sampled)
         log_weights = self._log_weights(view, queries, tokens) - share.log()[:, :, None]
         return Selection(tokens=tokens, log_weights=log_weights)
 
@@ -131,7 +131,7 @@ class MagicPIG(Selector):
         met = (self.codes[:, :, None, :, :counted] == query) & inside
         return met.sum((1, 2, 3, 4)).float() * (self.tables / counted)
 
-    def _list(self, view: LayerView, sampled: Tensor) -> tuple[Tensor, Tensor]:
+    def _list(self, sampled: Tensor) -> tuple[Tensor, Tensor]:
         """Sampled tokens `[B·T, Hq, K]` padded with -1, and the share of them kept under the cap `[B·T, Hq]`."""
         sampled = sampled.transpose(1, 2).flatten(0, 1)
         found = limit = sampled.sum(-1)

@@ -193,7 +193,8 @@ class Attachment:
             The cache.
 
         Raises:
-            SparseKVError: ids, masks and chunks that are none.
+            SparseKVError: ids, masks and chunks that are none, an attachment that is not in use, a cache of another
+                model, and too little memory.
         """
         attached = model_of(self)
         check_ids(input_ids, vocabulary_of(self.model))
@@ -300,7 +301,8 @@ class Attachment:
 
     def save_prefix(self, cache: SparseCache, path: str | Path) -> None:
         """Write a prefilled cache to one safetensors file, with the index and estimates that decoding builds over it,
-        where it has one row. Raises SparseKVError for a model with sliding-window layers."""
+        where it has one row and selector and completion can be restored. Raises SparseKVError for a model with
+        sliding-window layers, an empty cache, values that are not finite, and a disk that fails."""
         save_with_index(cache, path, model_fingerprint(self.model), self.runner)
 
     def load_prefix(self, path: str | Path, *, index: bool = True) -> SparseCache:

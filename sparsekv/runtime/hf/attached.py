@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from sparsekv.artifacts.hub.models import decoder
 from sparsekv.core.rope import LayerRope
 from sparsekv.runtime import process
 from sparsekv.runtime.hf import attention
@@ -43,7 +42,7 @@ class AttachedModel:
     settings: a model has those of one. A pass holds `lock`, so that none comes or goes in the middle of it."""
 
     def __init__(self, model: Any, modules: dict[int, Any]):
-        self.model, self.modules, self.decoder = model, modules, decoder(model)
+        self.model, self.modules = model, modules
         self.entered: list[weakref.ref[Any]] = []
         """Attachments, which others hold: one that nobody holds has left."""
         self.holders = holders(model, modules)

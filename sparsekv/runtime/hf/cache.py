@@ -260,6 +260,7 @@ class SparseCache(Cache):
         return other
 
     def crop(self, tokens_to_remove: int) -> None:
+        """Keep the first so many tokens of every row; negative: take so many off its end [tokens]."""
         super().crop(tokens_to_remove)
         self.ahead.stop()
         length = self._length()
@@ -270,6 +271,7 @@ class SparseCache(Cache):
             table.sin.crop(length)
 
     def reset(self) -> None:
+        """Forget everything; the object can be used for another request."""
         for index, layer in enumerate(self.layers):
             if isinstance(layer, DynamicSlidingWindowLayer):
                 self.layers[index] = type(layer)(sliding_window=layer.sliding_window)

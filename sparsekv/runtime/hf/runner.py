@@ -211,10 +211,11 @@ class Runner:
         """The plan of the next step of one token, made anew where the last no longer serves; None where the step is
         taken layer by layer: before decoding has begun, and where a plan is not possible, as the report says."""
         first: Any = cache.first
-        if not self.run.replays or first.keys is None or self.run.compares or self.prefilling or (
-                torch.is_grad_enabled()):
+        if first.keys is None or self.prefilling:
             return None
-        reason = why_not_planned(cache, attached.layers, attached.model, attached.hooks, self.decoding.by_cpu)
+        reason = ("RunOptions(replays=False)" if not self.run.replays else "RunOptions(compares=True)"
+                  if self.run.compares else "gradients are on" if torch.is_grad_enabled() else
+                  why_not_planned(cache, attached.layers, attached.model, attached.hooks, self.decoding.by_cpu))
         if reason is not None:
             self.counters.not_replayed = reason
             return None
