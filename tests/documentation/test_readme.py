@@ -43,6 +43,18 @@ def test_links_resolve(page: str) -> None:
         assert (ROOT / target).exists(), target
 
 
+def test_links_to_headings_hold_on_github_too() -> None:
+    """mkdocs makes other anchors of a heading with signs in it: `, 1 %` becomes `-1`, on GitHub `-1-`."""
+    def anchors(page: Path) -> set[str]:
+        text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+        return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in re.findall(r"^#+ (.+?) *$", text, re.M)}
+
+    for page in PAGES:
+        for target, anchor in re.findall(r"\]\((?!http)([^)#\s]*)#([^)\s]+)\)", page.read_text(encoding="utf-8")):
+            there = (page.parent / target).resolve() if target else page
+            assert there.suffix != ".md" or anchor in anchors(there), (page, target, anchor)
+
+
 def test_named_tests_and_scripts_are_there() -> None:
     for page in PAGES:
         if "log" not in page.parts:
