@@ -24,13 +24,15 @@ from benchmarks.pages import card, named
 Lines = dict[str, list[tuple[float, float]]]
 """Points by the name of a method, in the order of its budgets."""
 ONE, EIGHT, FIFTH = "coder-1.5b", "coder-1.5b-eight", ":candidates=0.2"
-"""Models of `kl`: one request at a time, whose codes are all scored, and the codes that eight requests score, which
-their methods name."""
+"""Models of `kl`: one request at a time, whose codes are all scored, and the codes that eight requests of more than
+16k tokens score, which their methods name."""
 TIMED = {16_384: "coder-16k-b8", 32_768: "coder-30k-b8", 65_536: "coder-64k-b8"}
 """Case of `generate` whose times stand for the prompts of a length in `kl`."""
+SCORED = {16_384: (ONE, ""), 32_768: (EIGHT, FIFTH), 65_536: (EIGHT, FIFTH)}
+"""The rows of `kl` that have what eight requests of a length score."""
 METHODS = {"topk": ("exact top-k", "topk"), "topk+phi": ("exact top-k + φ", "topk_phi"), "quest": ("Quest", "quest"),
-           f"sketch{FIFTH}": ("sketch", "sketch"), f"sketch{FIFTH}+centroid": ("sketch + centroids", "untrained"),
-           f"sketch{FIFTH}+phi": ("sketch + φ", "sketch_phi")}
+           "sketch": ("sketch", "sketch"), "sketch+centroid": ("sketch + centroids", "untrained"),
+           "sketch+phi": ("sketch + φ", "sketch_phi")}
 """Methods of `kl`: their names on the page, and in `generate`."""
 README = {"full attention": "full attention", "sketch + centroids": "untrained", "sketch + φ": "trained",
           "Quest": "Quest", "exact top-k": "exact top-k"}
@@ -46,12 +48,14 @@ DARK = {"ink": "#e6e6e6", "read": "#56B4E9", "rest": "#F2935C", "paper": "#6b3d1
 def kl_lines(kind: str, length: int) -> Lines:
     """Time of a token [ms] and KL [nats per token] of prompts of a kind (`text`, `ruler`) and length [tokens]; full
     attention has a KL of 0. Empty where its time or every other method lacks rows."""
-    timed, case = TIMED[length], f"{EIGHT}:{kind}@{length}"
+    model, codes = SCORED[length]
+    timed, case = TIMED[length], f"{model}:{kind}@{length}"
     kl = {(r["method"], r["budget"]): r["value"] for r in load("kl") if (r["case"], r["metric"]) == (case, "kl")}
     ms = {(r["method"], r.get("budget")): r["value"] for r in load("generate")
           if (r["case"], r["metric"]) == (timed, "loop_ms")}
-    found = {name: [(ms[t, b], value) for (method, b), value in sorted(kl.items(), key=str) if method == m
-                    and (t, b) in ms] for m, (name, t) in METHODS.items()}
+    found = {name: [(ms[t, b], value) for (method, b), value in sorted(kl.items(), key=str)
+                    if method == m.replace("sketch", f"sketch{codes}") and (t, b) in ms]
+             for m, (name, t) in METHODS.items()}
     found = {name: points for name, points in found.items() if points}
     return {FULL: [(ms["dense", None], 0.0)], **found} if found and ("dense", None) in ms else {}
 
