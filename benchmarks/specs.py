@@ -207,7 +207,8 @@ TOKENS = ("8b-32k-b1", "8b-128k-b1", "8b-512k-b1", "8b-128k-b4", "coder-30k-b1",
 TIMED = (("full attention", "dense"), ("sketch", "sketch"), ("sketch + φ", "sketch_phi"))
 SPEED = Page(
     "Speed", "By `attachment.generate`, full attention too. The budget is 1 % of the context; that of the default, "
-    "without options, is 5 %. “8B shape” is Llama 3.1 8B's with random weights; “1.5B” is Qwen2.5-Coder-1.5B-Instruct. “4 × 128k” is four requests of 128k tokens. The "
+    "without options, is 5 %. “8B shape” is Llama 3.1 8B's with random weights; “1.5B” is "
+    "Qwen2.5-Coder-1.5B-Instruct. “4 × 128k” is four requests of 128k tokens. The "
     "default keeps full attention where it is faster.", [
         Table("Time of a token", "generate", {"case": "model, requests"}, [
             *(Cell(f"{title} [ms]", {"method": m}, "{:.2f}") for title, m in TIMED),
