@@ -123,10 +123,11 @@ class Regions:
         regions.__dict__.update(known)
         return regions
 
-    def moved(self, tail_start: int) -> Regions:
-        """Let the mid region grow up to `tail_start`."""
-        regions = self._once(("tail", tail_start),
-                          lambda: replace(self, tail_starts=torch.clamp(self.tail_starts, min=tail_start)))
+    def moved(self, tail_start: int, full: int) -> Regions:
+        """Let the mid region grow up to `tail_start` in rows whose tail is full: it begins at `full` or before. That of
+        a row shorter than the window begins later."""
+        regions = self._once(("tail", tail_start), lambda: replace(self, tail_starts=torch.where(
+            self.tail_starts <= full, self.tail_starts.clamp(min=tail_start), self.tail_starts)))
         regions.__dict__["source"] = self  # which lives until the other layers have moved too
         return regions
 

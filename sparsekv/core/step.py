@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -60,6 +61,7 @@ def sparse_step(view: CacheLayer, queries: Queries, selector: Selector, estimato
         join()
     else:
         selection = selector.select(view, queries)
+    selection = without_weights(selection, estimator)
     # 3. attend to anchors and selection, less their estimates where the kernel completes
     out, lse = view.attend(queries, selection, completion, anchored)
     # 4. merge what the kernel has not: an estimate that is a part of its own, and learned sinks
@@ -76,10 +78,15 @@ def sparse_step(view: CacheLayer, queries: Queries, selector: Selector, estimato
 def two_parts(view: CacheLayer, queries: Queries, selector: Selector, estimator: Estimator | None) -> Parts:
     """Take the step, exact part and estimate apart and without learned sinks: what calibration shifts against each
     other."""
-    selection = selector.select(view, queries)
+    selection = without_weights(selector.select(view, queries), estimator)
     out, lse = view.attend(queries, selection)
     rest = selection.rest if estimator is None else estimator.partial(view, queries, selection)
     return Parts(out, lse, *(rest or (torch.zeros_like(out), torch.full_like(lse, float("-inf")))), selection)
+
+
+def without_weights(selection: Selection, estimator: Estimator | None) -> Selection:
+    """The selection as it is completed: weights by which a sample stands for all would count the rest twice."""
+    return selection if estimator is None or selection.log_weights is None else replace(selection, log_weights=None)
 
 
 class LayerState:
@@ -120,7 +127,7 @@ class LayerState:
         view.regions = view.regions.grown(length)
         if past < self.room:
             return
-        view.regions = view.regions.moved(self.tails.moved_to(past))
+        view.regions = view.regions.moved(self.tails.moved_to(past), past - self.tails.longest)
         grow(view, old, self.selector, self.estimator)
         view.moved()
         self._moves.append((past, view.regions))

@@ -37,6 +37,8 @@ class Counters:
         self.sparse_calls: dict[int, int] = defaultdict(int)
         self.dense_calls: dict[int, int] = defaultdict(int)
         self._queries: dict[int, int] = defaultdict(int)
+        self._dense: dict[int, int] = defaultdict(int)
+        """Sparse steps and dense ones, a row's each."""
         self._errors: dict[int, list[Any]] = defaultdict(lambda: [0.0, 0])
         self.statistics: dict[int, dict[str, float]] = {}
         self.index_seconds = 0.0
@@ -54,6 +56,7 @@ class Counters:
             self._queries[layer] += steps * rows
         for layer in dense:
             self.dense_calls[layer] += steps
+            self._dense[layer] += steps * rows
 
     def read(self, view: CacheLayer, queries: Queries, selections: Sequence[Selection], more: Tensor,
              where: Tensor | int) -> None:
@@ -105,8 +108,8 @@ class Counters:
         shares = [[0.0, 0.0]] * self.layers if self._shares is None else self._shares.T.tolist()
         rows: dict[int, dict[str, Any]] = {}
         for i in sorted(set(self.sparse_calls) | set(self.dense_calls)):
-            (tokens, size), queries, dense = shares[i], self._queries[i], self.dense_calls[i]
-            rows[i] = {"sparse_calls": self.sparse_calls[i], "dense_calls": dense,
+            (tokens, size), queries, dense = shares[i], self._queries[i], self._dense[i]
+            rows[i] = {"sparse_calls": self.sparse_calls[i], "dense_calls": self.dense_calls[i],
                        "selectivity": _over(tokens + dense, queries + dense), "bytes_share": _over(size, queries),
                        "rel_err": _over(float(self._errors[i][0]), self._errors[i][1]),
                        "selectivity_sparse": _over(tokens, queries)}

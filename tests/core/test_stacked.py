@@ -58,7 +58,7 @@ def lengthened(view: LayerView, step: LayerView):
     """A view's regions with one more token, and then with the border moved: those before it, first none."""
     step.regions = view.regions.grown(LENGTH + 1)
     yield None
-    old, step.regions = step.regions, step.regions.moved(LENGTH - 4)
+    old, step.regions = step.regions, step.regions.moved(LENGTH - 4, LENGTH)
     yield old
 
 
@@ -180,6 +180,6 @@ def test_layers_that_grow_alike_read_borders_once() -> None:
     one = other = Regions.at_prefill_end(torch.tensor([0, 9]), LENGTH, 3, 9)
     assert one.edges == [3, 12, 141, 141]
     for step in range(3):
-        one, other = (x.grown(LENGTH + step).moved(LENGTH - 9 + step) for x in (one, other))
+        one, other = (x.grown(LENGTH + step).moved(LENGTH - 9 + step, LENGTH + step) for x in (one, other))
         assert one is other and one.length == LENGTH + step and one.edges[2:] == [LENGTH - 9 + step] * 2
     assert one.grown(LENGTH + 9).__dict__["edges"] is one.edges, "known without a wait"

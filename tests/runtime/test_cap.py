@@ -46,7 +46,7 @@ def test_the_moments_grow_with_the_mid_region(centred: bool) -> None:
     estimator, whole = PhiEstimator(layer(centred=centred)), PhiEstimator(layer(centred=centred))
     estimator.build(before)
     estimator.set_read_share(before, 0.1)
-    old, step.regions = step.regions, step.regions.moved(step.length - 8)
+    old, step.regions = step.regions, step.regions.moved(step.length - 8, step.length)
     estimator.extend(step, old)
     estimator.set_read_share(step, 0.1)
     whole.build(step)
@@ -68,7 +68,7 @@ def test_a_mid_region_that_has_doubled_has_its_mean_key_taken_anew() -> None:
         estimator = PhiEstimator(layer(centred=True))
         estimator.build(before)
         estimator.set_read_share(before, 0.1)
-        old, view.regions = view.regions, view.regions.moved(tail_start)
+        old, view.regions = view.regions, view.regions.moved(tail_start, view.length)
         estimator.extend(view, old)
         end = tail_start if anew else 30
         torch.testing.assert_close(estimator.centre, view.keys[:, :, 3:end].mean(2))

@@ -394,9 +394,9 @@ def test_contiguous_positions_are_the_keys_moved_together():
 def test_quest(case, k):
     _, step, queries, got = run("quest", case, token_budget=k)
     for row, b, t in each(step, queries):
+        begin = int(step.regions.starts[b])
         for h in range(step.num_kv_heads):
             pages: dict[int, list[int]] = {}
-            begin = int(step.regions.starts[b])
             for i in mid(step, b):
                 pages.setdefault((i - begin) // 16, []).append(i)
             bounds = {}
@@ -404,9 +404,8 @@ def test_quest(case, k):
                 low, high = step.keys[b, h, tokens].amin(0), step.keys[b, h, tokens].amax(0)
                 bounds[page] = max(float(torch.maximum(queries.rot[b, g, t] * low, queries.rot[b, g, t] * high).sum())
                                    for g in group_of(step, h))
-            order = [begin + page * 16 + i for page in sorted(bounds, key=lambda p: -bounds[p]) for i in range(16)]
-            read = order if k >= len(mid(step, b)) else order[:k]
-            assert chosen(got, row, h) == set(read) & set(mid(step, b))
+            order = [i for page in sorted(bounds, key=lambda p: -bounds[p]) for i in pages[page]]
+            assert chosen(got, row, h) == set(order[:k])
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -160,7 +160,7 @@ def test_the_basis_is_the_requests_own_until_it_has_doubled() -> None:
     extended(found, step, 200)
     assert found.basis is not basis and found.codes.shape[2] == 200
     once = selector(step, adapt=False, fit="fitted")
-    step.regions = step.regions.moved(200)
+    step.regions = step.regions.moved(200, step.length)
     built(once, step)
     torch.testing.assert_close(found.basis.keys, once.basis.keys)
     first = found.basis.keys[0]

@@ -49,7 +49,7 @@ def built(selector: Selector, view: LayerView) -> Selector:
 
 def extended(selector: Selector, step: LayerView, tail_start: int) -> Selector:
     """The mid region of `step` grows up to `tail_start`, and the selector with it."""
-    old, step.regions = step.regions, step.regions.moved(tail_start)
+    old, step.regions = step.regions, step.regions.moved(tail_start, step.length)
     selector.prepare(step)
     selector.extend(step, old)
     return selector

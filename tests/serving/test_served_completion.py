@@ -45,7 +45,7 @@ class Served:
 
     def grow(self, row: int) -> None:
         old, length = self.regions[row], LENGTHS[row]
-        self.regions[row] = new = old.grown(length).moved(length - WINDOW)
+        self.regions[row] = new = old.grown(length).moved(length - WINDOW, length)
         extend_seat([self.index], 1 - row, self._slots(row, int(new.mid_last)).to(self.device), old, new)
 
     def lanes(self) -> DecodeMetadata:

@@ -55,7 +55,7 @@ def test_the_trained_loss_is_the_measured_error(store, centred: bool) -> None:
     request = next(requests(pool.window(0), 1, span=1, first=0.9))
     end = int(request.queries.lengths[0])
     # the request's local window ends with its prefill, that of training with the query
-    request.view.regions = request.view.regions.moved(end - pool.window_size)
+    request.view.regions = request.view.regions.moved(end - pool.window_size, end)
     estimator = PhiEstimator(PhiLayer(task.maps().map(torch.Tensor.detach), torch.zeros(1, 4)))
     estimator.build(request.view)
     if centred:

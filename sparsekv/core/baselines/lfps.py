@@ -123,7 +123,7 @@ class LFPS(Selector):
             row, token = table.above(cut, t)
             inside = (token >= low) & (token < high) & asked[row]
             found.view(-1)[row[inside] // group * size + token[inside] - low] = True
-        if self.fills and self.widest:
+        if self.fills and self.widest and size:
             height = torch.maximum(*(table.window(low, high, t) / cut.clamp(min=TINY)
                                      for table, cut in zip((self.vertical, self.slash), cuts, strict=True)))
             highest = self._highest(view, height, low, high) & asked[:, None]
@@ -147,10 +147,12 @@ class LFPS(Selector):
         return row, column + low
 
     def _highest(self, view: LayerView, height: Tensor, low: int, high: int) -> Tensor:
-        """Where the `widest` largest of every query head's row are, `[B·Hq, high − low]`."""
+        """Where the largest of every query head's row are, as many as its budget, `[B·Hq, high − low]`."""
         inside = view.regions.mid_mask(low, high).repeat_interleave(view.num_query_heads, dim=0)
         best = height.masked_fill(~inside, -1.0).topk(min(self.widest, high - low), dim=-1).indices
-        return torch.zeros_like(inside).scatter_(1, best, True) & inside
+        budget = self.budget.repeat_interleave(view.num_query_heads)[:, None]
+        paid = torch.arange(best.shape[1], device=best.device) < budget
+        return torch.zeros_like(inside).scatter_(1, best, paid) & inside
 
     def _best(
         self, view: LayerView, q: Tensor, lists: int, row: Tensor, token: Tensor,

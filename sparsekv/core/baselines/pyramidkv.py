@@ -22,8 +22,14 @@ class PyramidKV(SnapKV):
     beta: float = option(20.0, help="Steepness of the pyramid: the last layer keeps the budget divided by this.", min=1)
 
     def layer_budget(self, view: LayerView, tokens: Tensor) -> Tensor:
-        k = tokens.double()
-        low = k / self.beta
-        high = 2 * k - low
-        step = (high - low) / max(view.num_layers - 1, 1)
-        return (high - view.layer_idx * step).round().long()
+        return (tokens.double() * self._part(view)).round().long()
+
+    def read_share(self, view: LayerView) -> float | Tensor:
+        share = super().read_share(view)
+        share = share * self._part(view)
+        return share.clamp(max=1.0) if isinstance(share, Tensor) else min(share, 1.0)
+
+    def _part(self, view: LayerView) -> float:
+        """This layer's budget, in budgets: from 2 − 1/β in the first to 1/β in the last."""
+        last = 1 / self.beta
+        return 2 - last - view.layer_idx * 2 * (1 - last) / max(view.num_layers - 1, 1)

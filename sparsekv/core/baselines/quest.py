@@ -82,13 +82,13 @@ class Quest(Selector):
         bound = q.clamp(min=0) @ self.high.mT + q.clamp(max=0) @ self.low.mT
         bound = bound.reshape(batch, heads_kv, group, count, pages).amax(2).masked_fill(~self.used[:, :, None], -INF)
         everything = self.budget >= view.regions.mid_sizes
-        wanted = torch.where(everything, pages, -(-self.budget // size))
-        chosen = top_tokens(bound, wanted, pages if self.reads_all else -(-self.widest // size), ordered=True)
+        # two more: of the pages that sink and tail cut less than all is paid for
+        wanted = torch.where(everything, pages, -(-self.budget // size) + 2)
+        chosen = top_tokens(bound, wanted, pages if self.reads_all else -(-self.widest // size) + 2, ordered=True)
         starts = queries.per_query(view.regions.starts)[:, None, None, None]
         tokens = starts + chosen[..., None] * size + torch.arange(size, device=q.device)
         tokens = torch.where(chosen[..., None] >= 0, tokens, -1).flatten(-2)
-        paid = torch.where(everything, tokens.shape[-1], self.budget)
-        place = torch.arange(tokens.shape[-1], device=q.device)
-        tokens = torch.where(place < queries.per_query(paid)[:, None, None], tokens, -1)
         first, last = (queries.per_query(x)[:, None, None] for x in (view.regions.mid_first, view.regions.mid_last))
-        return Selection(tokens=torch.where((tokens >= first) & (tokens < last), tokens, -1))
+        inside = (tokens >= first) & (tokens < last)
+        paid = inside.cumsum(-1) <= queries.per_query(self.budget)[:, None, None]
+        return Selection(tokens=torch.where(inside & paid, tokens, -1))

@@ -119,7 +119,7 @@ class TokenSelect(Selector):
             scores = (group_products(q, keys) * view.scale).unflatten(2, (q.shape[2], -1)).transpose(1, 2)
             scores = scores.flatten(2, 3).flatten(0, 1).masked_fill(outside, float("-inf"))[:, :, None]
             votes = vote(scores, self.budget, self.widest, self.vote)
-        return top_tokens(votes, self.budget, self.widest)
+        return top_tokens(votes, self.budget, self.widest, stable=self.vote == "hard")  # ballots are whole numbers
 
     def statistics(self) -> dict[str, float]:
         """Share of steps that reused the cached selection."""
