@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from sparsekv.capture.corpus import SPLITS
+from sparsekv.capture.store.manifest import first_query, held_queries
 from sparsekv.util.config import ROPE_SCALING, SEEDS, check_ranges, option
 from sparsekv.util.errors import SparseKVError, check_choice
 
@@ -121,7 +122,8 @@ def parse_layers(text: str) -> list[int]:
 
 def query_positions(config: CaptureConfig, document: int) -> torch.Tensor:
     """Rising positions `[T]` of the queries that are stored of a document, past its first eighth."""
-    length, first = config.context_length, _first_query(config)
+    length = config.context_length
+    first = first_query(length, config.sink_size, config.window_size)
     generator = torch.Generator().manual_seed(config.seed * 1_000_003 + document)
     order = torch.randperm(length - first, generator=generator)[:config.queries_per_document]
     return (order + first).sort().values
@@ -129,9 +131,4 @@ def query_positions(config: CaptureConfig, document: int) -> torch.Tensor:
 
 def stored_queries(config: CaptureConfig) -> int:
     """How many these are."""
-    return min(config.queries_per_document, config.context_length - _first_query(config))
-
-
-def _first_query(config: CaptureConfig) -> int:
-    length = config.context_length
-    return min(max(config.sink_size + config.window_size, length // 8), length - 1)
+    return held_queries(asdict(config))

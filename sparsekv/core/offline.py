@@ -65,10 +65,12 @@ class Request(NamedTuple):
 
 def requests(window: Window, count: int, *, span: int = 64, first: float = 1 / 3) -> Iterator[Request]:
     """Make `count` requests of a window: prefills that end at captured positions evenly spaced over those past the
-    share `first`, each followed by the captured queries less than `span` tokens on (at least one; 1: that one alone).
+    share `first` and past sink and local window, each followed by the captured queries less than `span` tokens on (at
+    least one; 1: that one alone). Without a position past sink and window there is one, at the last.
     """
     positions = window.positions
-    low = int(first * len(positions))
+    exact = int((positions <= window.sink_size + window.window_size).sum())
+    low = min(max(int(first * len(positions)), exact), len(positions) - 1)
     starts = torch.linspace(low, len(positions) - 1, min(count, len(positions) - low)).long().tolist()
     for start in starts:
         yield request(window, int(positions[start]), span)

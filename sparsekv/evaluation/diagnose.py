@@ -68,6 +68,9 @@ def run_diagnostics(config: DiagnosticsConfig) -> DiagnosticsResult:
                                  "fractions of the context from 0 to 1, as 0,0.01,0.05")))
     store = CaptureStore.open(config.capture)
     others = {label: CaptureStore.open(place) for label, place in _labels(config.tasks)}
+    if (own := Path(str(store.config["corpus"])).name) in others:
+        raise SparseKVError(f"tasks {config.tasks!r} have the label {own!r}, which the corpus of --capture has; give "
+                            "another")
     router = None if config.router is None else RouterArtifact.load(config.router)
     phi = None if config.phi is None else PhiArtifact.load(config.phi)
     device = resolve_device(config.device)
@@ -89,11 +92,13 @@ def run_diagnostics(config: DiagnosticsConfig) -> DiagnosticsResult:
 
 
 def _labels(text: str | None) -> list[tuple[str, Any]]:
-    found = []
+    found: list[tuple[str, Any]] = []
     for part in (text or "").split(","):
         label, _, place = part.strip().partition("=")
         if part.strip() and not (label and place):
             raise SparseKVError(f"tasks {text!r} not understood; expected LABEL=STORE, separated by commas")
+        if label in dict(found):
+            raise SparseKVError(f"tasks {text!r} have {label!r} twice; every capture needs a label of its own")
         if label:
             found.append((label, place))
     return found

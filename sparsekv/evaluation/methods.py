@@ -114,7 +114,7 @@ def label(name: str, budget: float | None = None) -> str:
 
 def percent(budget: float) -> str:
     """A budget for readers: a share of the context, or a number of tokens."""
-    return f"{budget:.3g}" if budget >= 1 else f"{100 * budget:g} %"
+    return f"{budget:.3g}" if budget > 1 or isinstance(budget, int) else f"{100 * budget:g} %"
 
 
 def plain(name: str) -> str:

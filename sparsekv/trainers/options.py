@@ -22,7 +22,8 @@ class TrainingOptions:
                                        "0 takes a tenth of them, 1 to 4. Earlier windows of the same source documents "
                                        "are left out of training, where enough others are left [windows].")
     max_time: str | None = option(None, group="Run", help="Stop training after this long, and save what there is "
-                                  "[DD:HH:MM:SS or HH:MM:SS]; without it no limit.")
+                                  "[DD:HH:MM:SS or HH:MM:SS]; looked at after every block of a hundredth of the steps, "
+                                  "at most 200, and every group of layers has one. Without it no limit.")
     layer_group: int = option(0, group="Run", min=0, help="Layers trained at once, as memory allows; 0 takes all "
                               "[layers].")
     seed: int = option(0, group="Run", help="Seed of every random choice.", **SEEDS)

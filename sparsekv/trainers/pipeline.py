@@ -271,6 +271,7 @@ def plan_training(config: TrainConfig, kept: TrainingPlan | None = None) -> tupl
     from sparsekv.artifacts.hub.models import DTYPES, load_config, resolve_device
     from sparsekv.capture.config import parse_layers
     from sparsekv.capture.prepare import check_layers
+    from sparsekv.evaluation.text_quality import TOKENS
 
     check_choice("dtype", config.dtype, DTYPES)
     device = resolve_device(config.device)
@@ -281,9 +282,9 @@ def plan_training(config: TrainConfig, kept: TrainingPlan | None = None) -> tupl
     shape = shape_of(about, None if layers is None else len(layers), _element(config.dtype, about, gpu))
     sizes = _sizes(config, gpu)
     plan = kept or planned(config, sizes, shape, about.get_text_config().max_position_embeddings, _memory(gpu))
-    if config.router == SAAP and plan.context_length <= (exact := sum(_exact(SAAP))):
-        raise SparseKVError(f"--router saap reads {exact} tokens of a window exactly, and windows have "
-                            f"{plan.context_length}; give a --context-length above {exact}")
+    if config.router == SAAP and plan.context_length <= (least := (exact := sum(_exact(SAAP))) + TOKENS):
+        raise SparseKVError(f"--router saap reads {exact} tokens of a window exactly, {TOKENS} more are scored, and "
+                            f"windows have {plan.context_length}; give a --context-length above {least}")
     work = _work(plan)
     found = estimate(shape, work, GPU if gpu else CPU_THREAD.times(_threads()))
     return plan, _say(config, plan, shape, sizes, found, device)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sparsekv.capture.corpus import SYNTHETIC
+from sparsekv.capture.store.manifest import held_queries
 from sparsekv.capture.store.store import CaptureStore
 from sparsekv.core.layer import needed
 from sparsekv.core.offline import Window
@@ -127,8 +128,7 @@ def load_pool(
 
 def pool_bytes(store: CaptureStore, documents: int, heads: int, *, values: bool = True) -> int:
     """What `load_pool` makes of so many documents and KV heads [bytes]."""
-    rows = (2 if values else 1) * store.context_length + store.group * min(
-        store.context_length, store.config["queries_per_document"])
+    rows = (2 if values else 1) * store.context_length + store.group * held_queries(store.config)
     return 2 * documents * heads * rows * store.head_dim
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import logging
 import os
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -12,6 +13,13 @@ from sparsekv.util.errors import SparseKVError
 T = TypeVar("T")
 LEAST_PROCESSES = 8
 """Processes that a CPU takes, however few cores it has."""
+_others: list[int] = []
+"""The rank of this process, where it is not the first of several."""
+
+
+def first_process() -> bool:
+    """True in a process alone, and in the first of several: what all know is printed once."""
+    return not _others
 
 
 class Ranks:
@@ -56,6 +64,7 @@ class FabricRanks(Ranks):
         if not cuda and devices > max(LEAST_PROCESSES, os.cpu_count() or 1):
             raise SparseKVError(f"--devices {devices} was asked for; this machine has {os.cpu_count()} CPU cores, and "
                                 f"takes {max(LEAST_PROCESSES, os.cpu_count() or 1)} processes at most")
+        logging.getLogger("lightning.fabric").setLevel(logging.WARNING)  # its banner
         try:
             self.fabric: Any = Fabric(
                 accelerator="cuda" if cuda else "cpu", devices=devices, num_nodes=num_nodes,
@@ -64,6 +73,7 @@ class FabricRanks(Ranks):
         except (ValueError, RuntimeError) as error:
             raise SparseKVError(f"the processes could not be joined: {' '.join(str(error).split())}") from error
         self.rank, self.size = self.fabric.global_rank, self.fabric.world_size
+        _others[:] = [self.rank] if self.rank else []
 
     def device(self, wanted: str) -> str:
         return str(self.fabric.device)

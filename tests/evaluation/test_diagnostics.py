@@ -104,7 +104,9 @@ def test_tables_hold_what_must_be_so(made) -> None:
 def test_bad_options_are_refused(made, tmp_path) -> None:
     _, config, _ = made
     for wrong, message in (({}, "--overwrite"), ({"budgets": "2"}, "from 0 to 1"), ({"budgets": "x"}, "not understood"),
-                           ({"tasks": "x"}, "LABEL=STORE"), ({"capture": str(tmp_path)}, "no capture store")):
+                           ({"tasks": "x"}, "LABEL=STORE"), ({"capture": str(tmp_path)}, "no capture store"),
+                           ({"tasks": f"a={config.capture},a=b"}, "'a' twice"),
+                           ({"tasks": f"text.txt={config.capture}"}, "has; give another")):
         with pytest.raises(SparseKVError, match=message):
             run_diagnostics(DiagnosticsConfig(**{**vars(config), "overwrite": bool(wrong), **wrong}))
 

@@ -1,5 +1,7 @@
 """Errors of many shifts at once against the steps one by one; gates that never raise a mean; the card's figures."""
 
+from dataclasses import replace
+
 import torch
 
 from sparsekv.artifacts.phi import PhiLayer
@@ -23,6 +25,13 @@ def pool(length: int = 200, documents: int = 1) -> Pool:
     queries = 2 * torch.randn(documents, HEADS_Q, positions.shape[1], DIM)
     return Pool(keys, values, queries, positions, torch.zeros_like(queries[..., 0]), scale=0.4, group=2, sink_size=2,
                 window_size=6)
+
+
+def test_requests_end_past_sink_and_window() -> None:
+    window = replace(pool().window(0), window_size=120)
+    made = list(requests(window, 4, span=40))
+    assert len(made) == 4 and all(int(r.prefill.regions.mid_sizes) > 0 for r in made)
+    assert len(list(requests(replace(window, window_size=500), 4))) == 1
 
 
 def test_errors_of_shifts_are_those_of_the_steps() -> None:

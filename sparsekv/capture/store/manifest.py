@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,3 +99,14 @@ def sample(shards: dict[str, Any], seed: int) -> list[str]:
             break
         taken.append(name)
     return sorted(taken)
+
+
+def held_queries(config: Mapping[str, Any]) -> int:
+    """Queries of a document and head in a store of these options."""
+    length = config["context_length"]
+    return min(config["queries_per_document"], length - first_query(length, config["sink_size"], config["window_size"]))
+
+
+def first_query(length: int, sink: int, window: int) -> int:
+    """The position from which on queries of a window are stored: past its first eighth, and past sink and window."""
+    return min(max(sink + window, length // 8), length - 1)

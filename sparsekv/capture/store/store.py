@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from sparsekv.artifacts.checks import brief, damaged, digest, reason
-from sparsekv.capture.store.manifest import MANIFEST, check_fields, check_manifest, sample
+from sparsekv.capture.store.manifest import MANIFEST, check_fields, check_manifest, held_queries, sample
 from sparsekv.capture.store.place import Place, place
 from sparsekv.capture.store.shard import LocalShard, RemoteShard
 from sparsekv.core.rope import Layout, rotate
@@ -265,7 +265,7 @@ class CaptureStore:
         size = sum(about["bytes"] for about in self.manifest["shards"].values())
         return (f"capture store {self.path}: {self.num_documents} documents × {self.context_length} tokens, "
                 f"{len(self.layers)} layers, {self.num_query_heads}/{self.num_kv_heads} heads of {self.head_dim}, "
-                f"{self.config['queries_per_document']} queries a document and head, {size / 1e9:.2f} GB")
+                f"{held_queries(self.config)} queries a document and head, {size / 1e9:.2f} GB")
 
 
 def document_name(document: int) -> str:
