@@ -64,7 +64,8 @@ class FabricRanks(Ranks):
         if not cuda and devices > max(LEAST_PROCESSES, os.cpu_count() or 1):
             raise SparseKVError(f"--devices {devices} was asked for; this machine has {os.cpu_count()} CPU cores, and "
                                 f"takes {max(LEAST_PROCESSES, os.cpu_count() or 1)} processes at most")
-        logging.getLogger("lightning.fabric").setLevel(logging.WARNING)  # its banner
+        for name in ("lightning.fabric", "lightning.pytorch"):  # their banner
+            logging.getLogger(name).setLevel(logging.WARNING)
         try:
             self.fabric: Any = Fabric(
                 accelerator="cuda" if cuda else "cpu", devices=devices, num_nodes=num_nodes,
