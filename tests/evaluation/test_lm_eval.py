@@ -249,7 +249,7 @@ def test_what_is_wrong_is_one_sentence(
     capsys.readouterr()
     with pytest.raises(SystemExit) as ended:
         main()
-    progress = re.compile(r"(sparsekv eval|requests): .*\b\d+ s\b")
+    progress = re.compile(r"(sparsekv eval|requests|load \S+): .*\b\d+ s\b")
     lines = [line for line in capsys.readouterr().err.splitlines() if line.strip() and not progress.match(line)]
     assert ended.value.code == 1 and len(lines) == 1, lines
     assert re.search(f"^error: .*{message}", lines[0]), lines[0]
