@@ -45,6 +45,11 @@ LIGHT = {"ink": "#1d1d1e", "read": "#0072B2", "rest": "#D55E00", "paper": "#fbe3
 DARK = {"ink": "#e6e6e6", "read": "#56B4E9", "rest": "#F2935C", "paper": "#6b3d1f"}
 
 
+def by_codes(method: str, codes: str = FIFTH) -> str:
+    """A method of `METHODS` as its sketches score these codes."""
+    return method.replace("sketch", f"sketch{codes}")
+
+
 def kl_lines(kind: str, length: int) -> Lines:
     """Time of a token [ms] and KL [nats per token] of prompts of a kind (`text`, `ruler`) and length [tokens]; full
     attention has a KL of 0. Empty where its time or every other method lacks rows."""
@@ -54,7 +59,7 @@ def kl_lines(kind: str, length: int) -> Lines:
     ms = {(r["method"], r.get("budget")): r["value"] for r in load("generate")
           if (r["case"], r["metric"]) == (timed, "loop_ms")}
     found = {name: [(ms[t, b], value) for (method, b), value in sorted(kl.items(), key=str)
-                    if method == m.replace("sketch", f"sketch{codes}") and (t, b) in ms]
+                    if method == by_codes(m, codes) and (t, b) in ms]
              for m, (name, t) in METHODS.items()}
     found = {name: points for name, points in found.items() if points}
     return {FULL: [(ms["dense", None], 0.0)], **found} if found and ("dense", None) in ms else {}
@@ -81,7 +86,7 @@ def memory_lines(case: str) -> Lines:
 def host_lines(case: str, metric: str) -> Lines:
     """A metric of a case of `offload`, keys in CPU memory, and KL of texts of 32k tokens."""
     across = {r["method"]: r["value"] for r in load("offload") if (r["case"], r["metric"]) == (case, metric)}
-    model, codes = (EIGHT, FIFTH) if case.endswith("-b8") else (ONE, "")
+    model, codes = SCORED[32_768] if case.endswith("-b8") else (ONE, "")
     names = {kind: name for name, kind in METHODS.values()}
     found: Lines = {}
     for r in load("kl"):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmarks.curves import EIGHT, FIFTH, METHODS
+from benchmarks.curves import EIGHT, FIFTH, METHODS, by_codes
 from benchmarks.pages import MISSING, Cell, Grid, Page, Row, Table, Text, Where, subject
 from sparsekv.evaluation.methods import percent
 
@@ -22,8 +22,7 @@ WORDS: dict[Any, str] = {
     "sketch+phi": "sketch + φ", "topk+phi": "exact top-k + φ",
     "sketch+centroid": "sketch + centroids", "sketch:fit=fixed+phi": "sketch of a fixed basis + φ",
     "sketch+phi, 2 %": "sketch + φ, 2 %", "sketch+phi at 1 %": "sketch + φ, 1 %",
-    **{m.replace("sketch", f"sketch{FIFTH}"): f"{name}, a fifth of the codes" for m, (name, _) in METHODS.items()
-       if m.startswith("sketch")},
+    **{by_codes(m): f"{name}, a fifth of the codes" for m, (name, _) in METHODS.items() if m.startswith("sketch")},
     "sketch:fit=fixed:candidates=0.1+phi": "sketch of a fixed basis, codes of a tenth + φ",
     "topk+centroid": "exact top-k + centroids", "sketch+uniform": "sketch + uniform sample",
     "router+phi": "router + φ", "token_select": "TokenSelect",
@@ -108,8 +107,7 @@ QUALITY = Page(
               "1 the method is nearer to full attention."),
         Table("KL of what eight requests score", "kl", {"method": "method"},
               by_kind("{:.4f}", model=EIGHT, lengths=(32_768, 65_536)),
-              {"metric": "kl", "budget": (0.01, None), "method": ("full", *(
-                  m.replace("sketch", f"sketch{FIFTH}") for m in METHODS), "sketch+phi")},
+              {"metric": "kl", "budget": (0.01, None), "method": ("full", *map(by_codes, METHODS), "sketch+phi")},
               "1 % is retrieved. Eight requests of more than 16k tokens score a fifth of the codes (`candidates=0.2`), "
               "one scores all. Prompts, units and training of the first table. Times of the picture are of eight "
               "requests: of 16k and 64k tokens on an H100 with random weights and drawn keys, of 30k on an H200.",

@@ -21,7 +21,7 @@ from typer.core import TyperGroup
 from sparsekv.util.disk import FAILS, disk_error
 from sparsekv.util.errors import Interrupted, SparseKVError, first_line, printable
 from sparsekv.util.progress import hide, progress
-from sparsekv.util.ranks import first_process
+from sparsekv.util.ranks import Ranks
 
 NOTHING = "nothing was finished; run the same command again"
 RESUME = "what is finished is kept; the same command goes on with --resume (without --overwrite)"
@@ -212,7 +212,7 @@ def _command_function(row: Command) -> Callable[..., None]:
         except EOFError as error:
             raise SparseKVError(f"a file ended too early: {error}; it is damaged, write it again") from error
         summary = getattr(result, "summary", None)
-        if callable(summary) and first_process():
+        if callable(summary) and Ranks.first:
             typer.echo(printable(summary()))
 
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

@@ -271,7 +271,6 @@ def plan_training(config: TrainConfig, kept: TrainingPlan | None = None) -> tupl
     from sparsekv.artifacts.hub.models import DTYPES, load_config, resolve_device
     from sparsekv.capture.config import parse_layers
     from sparsekv.capture.prepare import check_layers
-    from sparsekv.evaluation.text_quality import TOKENS
 
     check_choice("dtype", config.dtype, DTYPES)
     device = resolve_device(config.device)
@@ -282,12 +281,21 @@ def plan_training(config: TrainConfig, kept: TrainingPlan | None = None) -> tupl
     shape = shape_of(about, None if layers is None else len(layers), _element(config.dtype, about, gpu))
     sizes = _sizes(config, gpu)
     plan = kept or planned(config, sizes, shape, about.get_text_config().max_position_embeddings, _memory(gpu))
-    if config.router == SAAP and plan.context_length <= (least := (exact := sum(_exact(SAAP))) + TOKENS):
-        raise SparseKVError(f"--router saap reads {exact} tokens of a window exactly, {TOKENS} more are scored, and "
-                            f"windows have {plan.context_length}; give a --context-length above {least}")
+    if config.router == SAAP:
+        _check_saap(plan.context_length)
     work = _work(plan)
     found = estimate(shape, work, GPU if gpu else CPU_THREAD.times(_threads()))
     return plan, _say(config, plan, shape, sizes, found, device)
+
+
+def _check_saap(length: int) -> None:
+    """Raises SparseKVError for windows of which nothing that is scored lies behind a mid region."""
+    from sparsekv.evaluation.text_quality import TOKENS as SCORED
+
+    exact = sum(_exact(SAAP))
+    if length <= exact + SCORED:
+        raise SparseKVError(f"--router saap reads {exact} tokens of a window exactly, {SCORED} more are scored, and "
+                            f"windows have {length}; give a --context-length above {exact + SCORED}")
 
 
 def _sizes(config: TrainConfig, gpu: bool) -> Sizes:

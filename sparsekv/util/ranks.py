@@ -6,26 +6,21 @@ import datetime
 import logging
 import os
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from sparsekv.util.errors import SparseKVError
 
 T = TypeVar("T")
 LEAST_PROCESSES = 8
 """Processes that a CPU takes, however few cores it has."""
-_others: list[int] = []
-"""The rank of this process, where it is not the first of several."""
-
-
-def first_process() -> bool:
-    """True in a process alone, and in the first of several: what all know is printed once."""
-    return not _others
 
 
 class Ranks:
     """This process alone."""
 
     rank, size = 0, 1
+    first: ClassVar[bool] = True
+    """Whether this process is alone, or the first of several: what all know is printed once."""
 
     def device(self, wanted: str) -> str:
         return wanted
@@ -74,7 +69,7 @@ class FabricRanks(Ranks):
         except (ValueError, RuntimeError) as error:
             raise SparseKVError(f"the processes could not be joined: {' '.join(str(error).split())}") from error
         self.rank, self.size = self.fabric.global_rank, self.fabric.world_size
-        _others[:] = [self.rank] if self.rank else []
+        Ranks.first = self.rank == 0
 
     def device(self, wanted: str) -> str:
         return str(self.fabric.device)

@@ -187,6 +187,8 @@ def _locate(spec: str) -> tuple[str, dict[str, str]]:
 
 
 def _set_rope(config: Any, rope_scaling: str | dict[str, Any]) -> None:
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     if isinstance(rope_scaling, str):
         try:
             rope_scaling = json.loads(rope_scaling)
@@ -203,8 +205,6 @@ def _set_rope(config: Any, rope_scaling: str | dict[str, Any]) -> None:
                             '{"rope_type": "yarn", "factor": 4.0}')
     if factor is not None and not (type(factor) in (int, float) and 1 <= factor <= MOST_ROPE):
         raise SparseKVError(f"the factor of a rope scaling must be a number from 1 to {MOST_ROPE}, found {factor!r}")
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
     if kind is not None:
         check_choice("rope_type", kind, ("default", *ROPE_INIT_FUNCTIONS))
     if factor and kind in (None, "default"):
@@ -221,7 +221,7 @@ def _set_rope(config: Any, rope_scaling: str | dict[str, Any]) -> None:
         try:
             ROPE_INIT_FUNCTIONS[kind](text, "cpu")
         except KeyError as error:
-            raise SparseKVError(f"rope scaling of rope_type {kind!r} needs {str(error).strip(chr(39))!r} too; found "
+            raise SparseKVError(f"rope scaling of rope_type {kind!r} needs {error.args[0]!r} too; found "
                                 f"{json.dumps(given)}") from error
     if factor and kind != "dynamic":  # dynamic scaling begins past the positions that the model names
         text.max_position_embeddings = int(trained * factor)

@@ -25,8 +25,7 @@ class PyramidKV(SnapKV):
         return (tokens.double() * self._part(view)).round().long()
 
     def read_share(self, view: LayerView) -> float | Tensor:
-        share = super().read_share(view)
-        share = share * self._part(view)
+        share = super().read_share(view) * self._part(view)
         return share.clamp(max=1.0) if isinstance(share, Tensor) else min(share, 1.0)
 
     def _part(self, view: LayerView) -> float:

@@ -36,10 +36,6 @@ class Quest(Selector):
     def serves(self, layer_idx: int) -> bool:
         return layer_idx >= self.dense_first
 
-    def prepare(self, view: LayerView) -> None:
-        super().prepare(view)
-        self.reads_all = bool((self.budget >= view.regions.mid_sizes).any())
-
     def build(self, view: LayerView) -> None:
         self.low, self.high, self.used = self._bounds(view, 0)
 
@@ -81,10 +77,8 @@ class Quest(Selector):
         q = queries.rot.to(self.low.dtype).reshape(batch, heads_kv, group * count, dim)
         bound = q.clamp(min=0) @ self.high.mT + q.clamp(max=0) @ self.low.mT
         bound = bound.reshape(batch, heads_kv, group, count, pages).amax(2).masked_fill(~self.used[:, :, None], -INF)
-        everything = self.budget >= view.regions.mid_sizes
         # two more: of the pages that sink and tail cut less than all is paid for
-        wanted = torch.where(everything, pages, -(-self.budget // size) + 2)
-        chosen = top_tokens(bound, wanted, pages if self.reads_all else -(-self.widest // size) + 2, ordered=True)
+        chosen = top_tokens(bound, -(-self.budget // size) + 2, -(-self.widest // size) + 2, ordered=True)
         starts = queries.per_query(view.regions.starts)[:, None, None, None]
         tokens = starts + chosen[..., None] * size + torch.arange(size, device=q.device)
         tokens = torch.where(chosen[..., None] >= 0, tokens, -1).flatten(-2)

@@ -213,9 +213,7 @@ class Runner:
         first: Any = cache.first
         if first.keys is None or self.prefilling:
             return None
-        reason = ("RunOptions(replays=False)" if not self.run.replays else "RunOptions(compares=True)"
-                  if self.run.compares else "gradients are on" if torch.is_grad_enabled() else
-                  why_not_planned(cache, attached.layers, attached.model, attached.hooks, self.decoding.by_cpu))
+        reason = self._why_not(cache, attached)
         if reason is not None:
             self.counters.not_replayed = reason
             return None
@@ -254,6 +252,16 @@ class Runner:
         if plan.fits(cache):
             cache.plan = plan
         return cache.plan
+
+    def _why_not(self, cache: SparseCache, attached: Any) -> str | None:
+        """Say why no step of this cache can be planned now; None where nothing speaks against it."""
+        if not self.run.replays:
+            return "RunOptions(replays=False)"
+        if self.run.compares:
+            return "RunOptions(compares=True)"
+        if torch.is_grad_enabled():
+            return "gradients are on"
+        return why_not_planned(cache, attached.layers, attached.model, attached.hooks, self.decoding.by_cpu)
 
     def _states(self, cache: SparseCache, mask: Tensor | None, length: int) -> list[LayerState | None] | None:
         """Return what every layer decodes with, None: full attention. None for all where decoding has not begun, and
